@@ -1,0 +1,134 @@
+# paceline's commands; `make help` lists them. Needs git, Python 3.11 or newer with venv and headers, a C++ compiler.
+#
+# Each virtual environment is complete once its stamp (.complete) lies in it. A stamp that is older than what it hangs on
+# brings the environment up to date in place; a missing one, after an interrupted set-up too, builds it from scratch.
+
+PYTHON ?= python3
+DEMO_ARGS ?=
+PYTEST_ARGS ?=
+SYSTEM_PACKAGES ?= mount
+
+VENV := .venv
+INTEROP := .venv-interop
+LOWER := .venv-lower
+PIP := bin/python -m pip install --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: help setup demo test lint test-lower interop test-gpu test-system clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
+	@echo
+	@echo "PYTHON=python3.12       the Python that new environments are made with"
+	@echo "DEMO_ARGS='--size ci'   what else to tell \`paceline demo\`"
+	@echo "PYTEST_ARGS='-k plan'   what else to tell pytest"
+
+# ---------------------------------------------------------------------------------------------------------- environments
+
+define CHECK_MACHINE
+import os, shutil, sys
+if sys.version_info < (3, 11):
+    sys.exit("paceline needs Python 3.11 or newer, $(PYTHON) is Python %d.%d: install a newer one and name it, as in "
+             "'make $(MAKECMDGOALS) PYTHON=python3.12'." % sys.version_info[:2])
+import sysconfig
+try:
+    import ensurepip, venv
+except ImportError as error:
+    sys.exit("%s has no module %s, which makes virtual environments: install it (Debian, Ubuntu: apt-get install "
+             "python3-venv)." % (sys.executable, error.name))
+header = os.path.join(sysconfig.get_path("include"), "Python.h")
+if not os.path.exists(header):
+    sys.exit("Python's headers are missing (%s), which packages compile with: install them (Debian, Ubuntu: apt-get "
+             "install python3-dev)." % header)
+c = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()[0]
+cxx = (os.environ.get("CXX") or "c++").split()[0]
+for compiler in c, cxx:
+    if not shutil.which(compiler):
+        sys.exit("the compiler %s is missing: install it (Debian, Ubuntu: apt-get install g++) or name another in CC and "
+                 "CXX." % compiler)
+endef
+export CHECK_MACHINE
+
+# Call with the environment's folder, in the recipe of its stamp.
+define begin
+@command -v $(PYTHON) >/dev/null || { echo "there is no $(PYTHON): install Python 3.11 or newer, or name one, as in 'make $(MAKECMDGOALS) PYTHON=python3.12'." >&2; exit 1; }
+@test -e $@ || { $(PYTHON) -c "$$CHECK_MACHINE" && echo "making $(1)" && $(PYTHON) -m venv --clear $(1); }
+@rm -f $@
+endef
+
+# torch by itself and first, so that pip takes the build that this platform is set up for; the rest leaves it alone.
+$(VENV)/.complete: pyproject.toml constraints.txt Makefile
+	$(call begin,$(VENV))
+	$(VENV)/$(PIP) -c constraints.txt $$(grep '^torch==' constraints.txt)
+	$(VENV)/$(PIP) -c constraints.txt -e '.[demo,dev]'
+	@touch $@
+
+$(LOWER)/.complete: pyproject.toml constraints-lower.txt Makefile
+	$(call begin,$(LOWER))
+	$(LOWER)/$(PIP) -c constraints-lower.txt $$(grep '^torch==' constraints-lower.txt)
+	$(LOWER)/$(PIP) -c constraints-lower.txt -e '.[demo,dev]'
+	@touch $@
+
+# The peer is a reference for tests: only its package, never its code, takes part.
+$(INTEROP)/.complete: constraints-interop.txt Makefile
+	$(call begin,$(INTEROP))
+	$(INTEROP)/$(PIP) -c constraints-interop.txt $$(grep '^torch==' constraints-interop.txt)
+	$(INTEROP)/$(PIP) -c constraints-interop.txt 'dflash[local]'
+	@touch $@
+
+setup: $(VENV)/.complete ## Make the virtual environment .venv, unless it is up to date
+
+# -------------------------------------------------------------------------------------------------------------- commands
+
+demo: $(VENV)/.complete ## Train, measure and export a real drafter on this machine
+	$(VENV)/bin/paceline demo $(DEMO_ARGS)
+
+# One shell command, so that `make test` can time it.
+RUN_LINT = $(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && $(VENV)/bin/mypy && $(VENV)/bin/lint-imports --no-logo
+
+lint: $(VENV)/.complete ## Style, types and the direction of imports
+	@$(RUN_LINT)
+
+test: $(VENV)/.complete ## Lint and the fast tests
+	@began=$$(date +%s); \
+	{ $(RUN_LINT); } || exit; \
+	linted=$$(date +%s); \
+	$(VENV)/bin/python -m pytest $(PYTEST_ARGS) || exit; \
+	ended=$$(date +%s); \
+	echo "$$began $$linted $$ended" | awk '{ all = $$3 - $$1; if (all < 1) all = 1; \
+		printf "lint %d s (%.0f%%), tests %d s (%.0f%%)\n", $$2 - $$1, 100 * ($$2 - $$1) / all, $$3 - $$2, 100 * ($$3 - $$2) / all }'
+
+test-lower: $(LOWER)/.complete ## The fast tests with the oldest dependencies that pyproject.toml allows
+	$(LOWER)/bin/python -m pytest $(PYTEST_ARGS)
+
+interop: $(VENV)/.complete $(INTEROP)/.complete ## Compare exported drafters with the reference implementation
+	PACELINE_INTEROP_PYTHON=$(CURDIR)/$(INTEROP)/bin/python $(VENV)/bin/python -m pytest -m interop $(PYTEST_ARGS)
+
+test-gpu: $(VENV)/.complete ## The tests that need a CUDA device; fails without one
+	@$(VENV)/bin/python -c "import sys, torch; torch.cuda.is_available() or sys.exit('make test-gpu needs a CUDA device, and torch %s finds none: run it on a machine with one, with a CUDA build of torch.' % torch.__version__)"
+	$(VENV)/bin/python -m pytest -m gpu $(PYTEST_ARGS)
+
+test-system: $(VENV)/.complete ## The tests that need packages of the operating system; installs those with apt-get
+	@missing=; \
+	for package in $(SYSTEM_PACKAGES); do \
+		dpkg-query -W -f '$${Status}' $$package 2>/dev/null | grep -q 'ok installed' || missing="$$missing $$package"; \
+	done; \
+	if [ -n "$$missing" ]; then \
+		if ! command -v apt-get >/dev/null; then \
+			echo "make test-system installs packages with apt-get, which is not here: install$$missing yourself and run it with SYSTEM_PACKAGES=." >&2; exit 1; \
+		elif [ "$$(id -u)" = 0 ]; then as_root=; \
+		elif command -v sudo >/dev/null; then as_root=sudo; \
+		else \
+			echo "make test-system has to install$$missing, which takes root or sudo: install them as root first." >&2; exit 1; \
+		fi; \
+		$$as_root apt-get update -qq && $$as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends $$missing || exit; \
+	fi
+	@$(VENV)/bin/python -m pytest -m system $(PYTEST_ARGS); status=$$?; \
+	if [ $$status = 5 ]; then echo "make test-system found no test marked 'system': a run without tests counts as failed." >&2; fi; \
+	exit $$status
+
+clean: ## Remove environments, caches and builds; runs stay
+	rm -rf $(VENV) $(INTEROP) $(LOWER) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,93 @@
+"""Block geometry, written once: anchors, labels, positions, visibility and weights, for training and decoding.
+
+A block is an anchor token (slot 0) and B-1 mask tokens. Slot k predicts the token AT position anchor + k; slot 0 is
+known and has no loss. A block reads the target's features strictly before its anchor and every slot of itself, and
+nothing else (arXiv 2602.06036). Everything here is a pure function.
+
+Shapes: G groups with a context of their own (1 in training, rows in decoding), A blocks of a group, B slots of a
+block, C context slots, S tokens of a sample, n anchor candidates.
+"""
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+
+def default_gamma(block_size: int) -> float:
+    """Return the decay constant of the slot weights: the paper's 4, 5, 7 for blocks of 8, 10, 16, linear between."""
+    return block_size / 2 if block_size <= 10 else 5 + (block_size - 10) / 3
+
+
+def slot_weights(block_size: int, gamma: float) -> Float[Tensor, " B"]:
+    """Return the loss weight of each slot in float64: 0 for the anchor, then exp(-(k-1)/gamma)."""
+    slots_B = torch.arange(block_size, dtype=torch.float64)
+    return torch.where(slots_B > 0, torch.exp(-(slots_B - 1) / gamma), 0.0)
+
+
+def anchor_candidates(loss_mask_S: Bool[np.ndarray, " S"]) -> Int[np.ndarray, " n"]:
+    """Return the positions that may be anchors: supervised tokens followed by a supervised token.
+
+    The first of them is the first token of an answer, which is also the first anchor in decoding.
+    """
+    return np.flatnonzero(loss_mask_S[:-1] & loss_mask_S[1:])
+
+
+def sample_anchors(
+    candidates_n: Int[np.ndarray, " n"], count: int, *, seed: int, epoch: int, sample: int
+) -> Int[np.ndarray, " k"]:
+    """Return min(count, n) candidates, drawn without replacement and sorted.
+
+    The draw is a function of (seed, epoch, sample) alone: batches, layouts and replicas do not change it. Only raw
+    words of the counter-based Philox generator are used, whose stream is fixed for good, unlike `choice`.
+    """
+    generator = np.random.Philox(key=[seed, sample], counter=[0, 0, 0, epoch])
+    order_n = np.argsort(generator.random_raw(len(candidates_n)), kind="stable")
+    return np.sort(candidates_n[order_n[:count]])
+
+
+def block_labels(
+    ids_S: Int[Tensor, " S"], loss_mask_S: Bool[Tensor, " S"], anchors_A: Int[Tensor, " A"], block_size: int
+) -> tuple[Int[Tensor, "A B"], Bool[Tensor, "A B"]]:
+    """Return each slot's label, the token at anchor + slot, and whether the slot has a loss (label 0 where not)."""
+    place_AB = anchors_A[:, None] + torch.arange(block_size)
+    inside_AB = place_AB < len(ids_S)
+    place_AB = torch.where(inside_AB, place_AB, 0)
+    valid_AB = inside_AB & loss_mask_S[place_AB]
+    valid_AB[:, 0] = False
+    return torch.where(valid_AB, ids_S[place_AB], 0), valid_AB
+
+
+def block_ids(anchor_ids_A: Int[Tensor, "*A"], mask_token_id: int, block_size: int) -> Int[Tensor, "*A B"]:
+    """Return the drafter's input tokens: the anchor, then mask tokens."""
+    ids_AB = anchor_ids_A.new_full((*anchor_ids_A.shape, block_size), mask_token_id)
+    ids_AB[..., 0] = anchor_ids_A
+    return ids_AB
+
+
+def block_positions(anchor_positions_A: Int[Tensor, "*A"], block_size: int) -> Int[Tensor, "*A B"]:
+    """Return each slot's rotary position: anchor + slot."""
+    return anchor_positions_A[..., None] + torch.arange(block_size, device=anchor_positions_A.device)
+
+
+def block_mask(
+    start_GA: Int[Tensor, "G A"], anchor_GA: Int[Tensor, "G A"], present_GAB: Bool[Tensor, "G A B"], context_slots: int
+) -> Bool[Tensor, "G AB CAB"]:
+    """Return who sees whom, dense: queries are all slots of a group's blocks, keys its context and then these slots.
+
+    A query of a block sees context slots `start <= slot < anchor` and the present slots of its own block. Slot 0 of
+    every block must be present, so no row is empty.
+    """
+    G, A, B = present_GAB.shape
+    slots_C = torch.arange(context_slots, device=start_GA.device)
+    context_GAC = (slots_C >= start_GA[..., None]) & (slots_C < anchor_GA[..., None])
+    context_GQC = context_GAC[:, :, None].expand(G, A, B, context_slots).reshape(G, A * B, context_slots)
+    own_AA = torch.eye(A, dtype=torch.bool, device=start_GA.device)
+    own_GAAB = own_AA[None, :, :, None] & present_GAB[:, None]
+    own_GQK = own_GAAB[:, :, None].expand(G, A, B, A, B).reshape(G, A * B, A * B)
+    return torch.cat([context_GQC, own_GQK], dim=-1)
+
+
+def leading_matches(matches_K: Bool[Tensor, "*A K"]) -> Int[Tensor, "*A"]:
+    """Return how many of the drafted slots are right before the first wrong one."""
+    return matches_K.long().cumprod(-1).sum(-1)

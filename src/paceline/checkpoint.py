@@ -1,0 +1,82 @@
+"""What a run is on disk.
+
+    RUN/settings.yaml       the resolved settings; `paceline train RUN/settings.yaml` starts the same run again
+    RUN/provenance.json     versions, argv, target and dataset fingerprints
+    RUN/events.jsonl        what happened, one event a line
+    RUN/drafter/            the drafter's weights (float32) and what is needed to build it again
+
+A folder is written aside and renamed, so it is whole or not there.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from paceline.config import DrafterSettings
+from paceline.records import UserError
+
+
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """Yield a folder to fill beside `folder`, then put it in that place in one rename, replacing what was there."""
+    aside = folder.with_name(f".{folder.name}.{os.getpid()}")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    try:
+        yield aside
+        old = folder.with_name(f".{folder.name}.old.{os.getpid()}")
+        if folder.exists():
+            folder.rename(old)
+        aside.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterMeta:
+    """What a drafter needs besides its weights to be built, served and checked."""
+
+    settings: DrafterSettings
+    target: str
+    target_revision: str
+    num_target_layers: int
+    hidden_size: int
+    vocab_size: int
+    max_positions: int
+    steps: int
+
+
+def save_drafter(run: Path, weights: Mapping[str, Tensor], meta: DrafterMeta) -> Path:
+    """Write the drafter of a run and return its folder."""
+    with whole_folder(run / "drafter") as aside:
+        plain = {name: tensor.detach().to("cpu").contiguous() for name, tensor in weights.items()}
+        save_file(plain, aside / "model.safetensors", metadata={"format": "pt"})
+        tree = {**{k: getattr(meta, k) for k in meta.__slots__}, "settings": meta.settings.model_dump(mode="json")}
+        (aside / "drafter.json").write_text(json.dumps(tree, indent=2) + "\n")
+    return run / "drafter"
+
+
+def load_meta(run: Path) -> DrafterMeta:
+    """Return what a run's drafter is, without its weights.
+
+    Raises:
+        UserError: the folder is no run with a trained drafter.
+    """
+    path = run / "drafter" / "drafter.json"
+    if not path.is_file():
+        raise UserError(f"{run} is no folder of a finished run: it has no drafter/drafter.json. Train it first.")
+    tree = json.loads(path.read_text())
+    return DrafterMeta(**{**tree, "settings": DrafterSettings.model_validate(tree["settings"])})
+
+
+def load_weights(run: Path) -> dict[str, Tensor]:
+    """Return the weights of a run's drafter, float32 on the CPU."""
+    return load_file(run / "drafter" / "model.safetensors")

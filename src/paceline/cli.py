@@ -1,0 +1,297 @@
+"""The command line: one verb a function. Recipes, and with them torch, are imported only once a verb runs."""
+
+import json as jsonlib
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from paceline import __version__
+from paceline.config import load_settings
+from paceline.observe.console import Console
+from paceline.records import PacelineError, UserError
+
+app = typer.Typer(
+    help="Train DFlash drafters: small models that make a large language model decode several times faster.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON; progress goes to standard error.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is at the output's place.")]
+Target = Annotated[str, typer.Option(help="Target model: a folder, or a hub id together with --revision.")]
+Revision = Annotated[str | None, typer.Option(help="Commit of the hub id.")]
+Device = Annotated[
+    str | None, typer.Option(help="Where to run, such as cpu or cuda:0. Default: a GPU if there is one.")
+]
+Number = Literal["float32", "bfloat16"]
+MaskToken = Annotated[int | None, typer.Option(help="Token id of the mask: an embedding row that data never uses.")]
+
+
+@app.callback(invoke_without_command=True)
+def _main(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        typer.echo(f"paceline {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def init(
+    target: Target,
+    out: Annotated[Path, typer.Option(help="Settings file to write.")] = Path("RUN.yaml"),
+    revision: Revision = None,
+    dataset: Annotated[str, typer.Option(help="Dataset folder that `prepare` will write.")] = "dataset",
+    run_dir: Annotated[str, typer.Option(help="Folder of the run.")] = "runs/first",
+    mask_token_id: MaskToken = None,
+    overwrite: Overwrite = False,
+    json: AsJson = False,
+) -> None:
+    """Look at a target and write a complete, commented RUN.yaml for it."""
+    from paceline.recipes.init import init as recipe
+
+    settings = recipe(
+        target,
+        out,
+        revision=revision,
+        dataset=dataset,
+        run_dir=run_dir,
+        mask_token_id=mask_token_id,
+        overwrite=overwrite,
+    )
+    _finish(Console(json=json), json, {"settings": str(out), **settings.model_dump(mode="json")}, f"Wrote {out}.")
+
+
+@app.command()
+def demo(
+    run_dir: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("runs/demo"),
+    size: Annotated[Literal["ci", "cpu", "gpu"] | None, typer.Option(help="Default: gpu where there is one.")] = None,
+    json: AsJson = False,
+) -> None:
+    """Train, evaluate and export a real drafter for SmolLM2-135M, on two CPU cores or one GPU."""
+    from paceline.recipes.demo import default_size
+    from paceline.recipes.demo import demo as recipe
+
+    console = Console(json=json)
+    report = recipe(run_dir, size_name=size or default_size(), console=console)
+    _finish(console, json, report, _demo_text(report, run_dir))
+
+
+@app.command()
+def prepare(
+    sources: Annotated[list[Path], typer.Argument(help="JSONL or Parquet files, or folders of them.")],
+    out: Annotated[Path, typer.Option(help="Dataset folder to write.")],
+    target: Target,
+    revision: Revision = None,
+    max_length: Annotated[int, typer.Option(min=2, help="Longest sample, in tokens.")] = 4096,
+    on_long: Annotated[Literal["refuse", "truncate"], typer.Option(help="What becomes of longer samples.")] = "refuse",
+    on_bad: Annotated[Literal["quarantine", "stop"], typer.Option(help="What becomes of bad rows.")] = "quarantine",
+    mask_token_id: MaskToken = None,
+    overwrite: Overwrite = False,
+    json: AsJson = False,
+) -> None:
+    """Turn conversations, or what `generate` wrote, into a dataset of tokenized completions."""
+    from paceline.recipes.prepare import prepare as recipe
+
+    console = Console(json=json)
+    with console.progress("prepare") as tick:
+        summary = recipe(
+            sources,
+            out,
+            target=target,
+            revision=revision,
+            max_length=max_length,
+            on_long=on_long,
+            mask_token_id=mask_token_id,
+            on_bad=on_bad,
+            overwrite=overwrite,
+            on_progress=tick,
+        )
+    bad = ", ".join(f"{count} {reason}" for reason, count in summary["quarantined"].items())
+    text = f"Wrote {summary['rows']:,} rows, {summary['tokens']:,} tokens to {out}."
+    _finish(console, json, summary, text + (f" Quarantined in {summary['quarantine']}: {bad}." if bad else ""))
+
+
+@app.command()
+def generate(
+    prompts: Annotated[Path, typer.Argument(help='JSONL file, a line {"prompt": text} or {"messages": [...]}.')],
+    out: Annotated[Path, typer.Option(help="JSONL file of completions to write.")],
+    target: Target,
+    revision: Revision = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest completion, in tokens.")] = 512,
+    rows: Annotated[int, typer.Option(min=1, help="Prompts that are decoded at once.")] = 64,
+    device: Device = None,
+    dtype: Annotated[Number, typer.Option(help="Number format of the target.")] = "bfloat16",
+    overwrite: Overwrite = False,
+    json: AsJson = False,
+) -> None:
+    """Let the target write its own completions (greedy), token ids kept."""
+    from paceline.recipes.generate import generate_completions
+
+    if out.exists() and not overwrite:
+        raise UserError(f"{out} exists. Choose another --out or add --overwrite.")
+    console = Console(json=json)
+    summary = generate_completions(
+        prompts,
+        out,
+        model=target,
+        revision=revision,
+        device=_device(device),
+        dtype=dtype,
+        max_new_tokens=max_new_tokens,
+        rows=rows,
+        console=console,
+    )
+    _finish(console, json, summary, f"Wrote {summary['prompts']:,} completions to {out}.")
+
+
+@app.command()
+def plan(
+    what: Annotated[Path, typer.Argument(metavar="DATASET|RUN.yaml", help="A dataset folder or a settings file.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the order, for a dataset folder.")] = 0,
+    json: AsJson = False,
+) -> None:
+    """Print the bucket table of an epoch: batches, sizes, padding. Loads no model."""
+    from paceline.recipes.plan import plan_epoch
+
+    console = Console(json=json)
+    _finish(console, json, plan_epoch(what, overrides or [], seed=seed, console=console), "")
+
+
+@app.command()
+def train(
+    settings: Annotated[Path, typer.Argument(metavar="RUN.yaml", help="Settings file; `init` writes one.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Settings to change, train.lr=1e-3.")
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Train a drafter: target replicas feed it their features, every role in a thread of its own."""
+    tree = load_settings(settings, overrides or [])
+    from paceline.recipes.train import train as recipe
+
+    console = Console(json=json)
+    summary = recipe(tree, console=console)
+    _finish(
+        console, json, summary, f"Trained {summary['train_steps']:,} steps; the drafter is in {summary['drafter']}."
+    )
+
+
+@app.command()
+def evaluate(
+    run_dir: Annotated[Path, typer.Argument(help="Folder of a finished run.")],
+    prompts: Annotated[Path, typer.Argument(help='JSONL file, a line {"prompt": text} or {"messages": [...]}.')],
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Longest answer, in tokens.")] = 256,
+    rows: Annotated[int, typer.Option(min=1, help="Prompts that are decoded at once.")] = 8,
+    timed_prompts: Annotated[int, typer.Option(min=0, help="Prompts timed one by one against plain decoding.")] = 8,
+    device: Device = None,
+    dtype: Annotated[Number, typer.Option(help="Number format; only float32 is exactly lossless.")] = "float32",
+    json: AsJson = False,
+) -> None:
+    """Measure acceptance by true speculative decoding, and check that its output is the target's own."""
+    from paceline.recipes.evaluate import evaluate as recipe
+
+    console = Console(json=json)
+    report = recipe(
+        run_dir,
+        prompts,
+        device=_device(device),
+        dtype=dtype,
+        max_new_tokens=max_new_tokens,
+        rows=rows,
+        timed_prompts=timed_prompts,
+        untrained_prompts=0,
+        console=console,
+    )
+    _finish(console, json, report, _evaluation_text(report))
+
+
+@app.command()
+def export(
+    run_dir: Annotated[Path, typer.Argument(help="Folder of a finished run.")],
+    out: Annotated[Path | None, typer.Option(help="Folder to write. Default: RUN_DIR/export.")] = None,
+    dtype: Annotated[Number, typer.Option(help="Number format of the written weights.")] = "bfloat16",
+    overwrite: Overwrite = False,
+    json: AsJson = False,
+) -> None:
+    """Write the drafter as a folder that z-lab's code, SGLang and vLLM load, and check it by reading it back."""
+    from paceline.recipes.export import export as recipe
+
+    summary = recipe(run_dir, out, dtype=dtype, overwrite=overwrite)
+    text = f"Wrote {summary['parameters']:,} parameters ({summary['dtype']}) to {summary['folder']}; read back equal."
+    _finish(Console(json=json), json, summary, text)
+
+
+def _device(wanted: str | None) -> str:
+    import torch
+
+    if wanted is None:
+        return "cuda:0" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=wanted)
+    except (RuntimeError, AssertionError) as error:
+        reason = " ".join(str(error).split())[:120]
+        raise UserError(
+            f"--device {wanted} cannot be used: {reason}. Use cpu or one that `nvidia-smi` lists."
+        ) from None
+    return wanted
+
+
+def _finish(console: Console, json: bool, result: dict[str, Any], text: str) -> None:
+    if json:
+        typer.echo(jsonlib.dumps(result, indent=2))
+    elif text:
+        console.line(text)
+
+
+def _evaluation_text(report: dict[str, Any]) -> str:
+    slots = " ".join(f"{share:.2f}" for share in report["per_slot_acceptance"][1:])
+    speed = report.get("speedup_vs_autoregressive")
+    return "\n".join(
+        [
+            f"acceptance length {report['tau_trained']:.2f} (mean of {report['prompts']} prompts), "
+            f"{report['tau_pooled']:.2f} pooled",
+            f"accepted up to slot 1, 2, ...: {slots}",
+            f"lossless ({report['dtype']}): {'yes' if report['lossless'] else 'NO'}",
+            *([f"speed against plain decoding: {speed:.2f}x"] if speed else []),
+        ]
+    )
+
+
+def _demo_text(report: dict[str, Any], run_dir: Path) -> str:
+    return "\n".join(
+        [
+            "",
+            f"untrained acceptance length {report['tau_untrained']:.2f}",
+            _evaluation_text(report),
+            f"{report['train_steps']} steps, {report['wall_s']:.0f} s, {report['peak_rss_gib']:.1f} GiB",
+            f"report   {run_dir / 'report.json'}",
+            f"drafter  {run_dir / 'drafter'}",
+            f"export   {report['export_dir']}",
+            f"events   {run_dir / 'events.jsonl'}",
+        ]
+    )
+
+
+def main() -> None:
+    """Run the command line. Exit status: 2 for bad input, 1 for a run that failed, 130 when interrupted."""
+    # Read by OpenMP when torch is loaded. Roles that share few cores stall one another while their threads spin: a step
+    # beside another busy process took 0.75 s instead of 4.6 s with this, on an idle machine about as long as before.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    try:
+        app()
+    except UserError as error:
+        _fail(error, 2)
+    except PacelineError as error:
+        _fail(error, 1)
+    except KeyboardInterrupt:
+        _fail("interrupted", 130)
+
+
+def _fail(error: object, status: int) -> None:
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(status)

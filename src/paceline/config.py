@@ -1,0 +1,278 @@
+"""The settings of a run: one frozen tree, read from RUN.yaml, written back in full next to what it made.
+
+Unknown keys are errors, never ignored. This module stays free of torch so that the command line answers at once.
+"""
+
+import difflib
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from paceline.records import UserError
+
+DType = Literal["float32", "bfloat16"]
+
+
+def default_taps(num_target_layers: int, num_taps: int) -> tuple[int, ...]:
+    """Return the tapped decoder layers (0-based): evenly from the 2nd to the third-to-last layer.
+
+    The formula is the one of the DFlash reference (arXiv 2602.06036): `round(1 + i * (N - 4) / (m - 1))` with halves
+    rounded to even, and `N // 2` for a single tap.
+    """
+    if num_taps == 1:
+        return (num_target_layers // 2,)
+    span = num_target_layers - 4
+    taps = tuple(round(1 + i * span / (num_taps - 1)) for i in range(num_taps))
+    if len(set(taps)) < num_taps:
+        raise UserError(f"A target of {num_target_layers} layers has no {num_taps} distinct taps. Ask for fewer taps.")
+    return taps
+
+
+class Section(BaseModel):
+    """A frozen group of settings that refuses unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+class TargetSettings(Section):
+    """The frozen language model that the drafter learns to precede."""
+
+    model: str = Field(description="folder with config.json and *.safetensors, or a hub id (then set revision)")
+    revision: str | None = Field(None, description="commit of the hub id; null for a folder")
+    dtype: DType = Field("bfloat16", description="number format in which the target runs")
+
+
+class DrafterSettings(Section):
+    """The trained block-diffusion model."""
+
+    block_size: int = Field(16, ge=2, description="tokens in a block: the anchor and block_size - 1 drafted ones")
+    layers: int = Field(5, ge=1, description="decoder layers of the drafter")
+    taps: tuple[int, ...] = Field(min_length=1, description="target layers (0-based) whose outputs the drafter reads")
+    mask_token_id: int = Field(ge=0, description="a row of the target's embedding that never occurs in the data")
+    heads: int = Field(ge=1, description="attention heads")
+    kv_heads: int = Field(ge=1, description="key/value heads; divides heads")
+    head_dim: int = Field(ge=2, description="width of a head; even, for the rotary embedding")
+    intermediate_size: int = Field(ge=1, description="width of the MLP")
+    rope_theta: float = Field(gt=0, description="rotary base; the target's")
+    rms_norm_eps: float = Field(1e-6, gt=0, description="epsilon of every RMSNorm")
+
+    @model_validator(mode="after")
+    def _check(self) -> "DrafterSettings":
+        if self.heads % self.kv_heads:
+            raise ValueError(f"kv_heads must divide heads, got {self.kv_heads} and {self.heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even, got {self.head_dim}")
+        if list(self.taps) != sorted(set(self.taps)) or self.taps[0] < 0:
+            raise ValueError(f"taps must ascend strictly from 0 up, got {self.taps}")
+        return self
+
+
+class DataSettings(Section):
+    """Where the tokenized completions lie and how they are batched for the target."""
+
+    dataset: str = Field(description="dataset folder written by `paceline prepare`")
+    buckets: int = Field(6, ge=1, description="length buckets; their edges are chosen to waste the least padding")
+    edges: tuple[int, ...] | None = Field(None, description="hand-written upper edges (inclusive), instead of buckets")
+    align: int = Field(64, ge=1, description="bucket edges are multiples of this many tokens")
+    token_budget: int = Field(32768, ge=1, description="padded tokens a batch may hold")
+    min_batch: int = Field(1, ge=1, description="samples a batch holds at least, whatever the budget")
+    max_batch: int = Field(64, ge=1, description="samples a batch holds at most")
+    reshuffle: Literal["samples", "batches"] = Field(
+        "samples", description="drawn anew each epoch: who is in a batch (samples), or only the order of batches"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> "DataSettings":
+        if self.max_batch < self.min_batch:
+            raise ValueError(f"max_batch must be at least min_batch, got {self.max_batch} < {self.min_batch}")
+        if self.edges is not None and list(self.edges) != sorted(set(self.edges)):
+            raise ValueError(f"edges must ascend strictly, got {self.edges}")
+        if self.edges is not None and any(edge % self.align for edge in self.edges):
+            raise ValueError(f"edges must be multiples of align ({self.align}), got {self.edges}")
+        return self
+
+
+class TrainSettings(Section):
+    """The one shape of a micro-batch, the optimizer and the schedule."""
+
+    epochs: int = Field(6, ge=1, description="passes over the dataset")
+    max_steps: int | None = Field(None, ge=1, description="stop after this many optimizer steps; null: all epochs")
+    context_slots: int = Field(8192, ge=1, description="C: context tokens in a micro-batch, samples laid end to end")
+    anchor_slots: int = Field(1024, ge=1, description="A: blocks in a micro-batch")
+    anchors_per_sample: int = Field(512, ge=1, description="blocks drawn from a sample and epoch, at most")
+    batches_per_step: int = Field(1, ge=1, description="plan batches that make one optimizer step")
+    optimizer: Literal["adamw", "muon"] = Field(
+        "adamw", description="adamw, or muon for matrices with adamw for norms (fewer steps, each dearer)"
+    )
+    lr: float = Field(6e-4, gt=0, description="peak learning rate")
+    warmup_share: float = Field(0.04, ge=0, lt=1, description="share of the steps in which the rate rises to lr")
+    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="rate at the end of the cosine, as a share of lr")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's moment decays; the second is Muon's momentum")
+    weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay of matrices")
+    clip: float = Field(1.0, gt=0, description="largest gradient norm")
+    gamma: float | None = Field(None, gt=0, description="decay of slot weights, exp(-(k-1)/gamma); null: by block_size")
+    dtype: DType = Field("bfloat16", description="number format of the drafter's matrix products; weights are float32")
+    logits_mib: int = Field(256, ge=1, description="largest buffer of logits, in MiB")
+    seed: int = Field(0, ge=0, description="seed of initial weights, order and anchors")
+    log_every: int = Field(10, ge=1, description="optimizer steps between two progress events")
+
+    @model_validator(mode="after")
+    def _check(self) -> "TrainSettings":
+        if self.anchors_per_sample > self.anchor_slots:
+            raise ValueError(
+                f"anchors_per_sample ({self.anchors_per_sample}) must not exceed anchor_slots ({self.anchor_slots})"
+            )
+        return self
+
+
+class PipelineSettings(Section):
+    """Which role runs where, and what may wait between them."""
+
+    targets: tuple[str, ...] = Field(("cpu",), min_length=1, description="one device a target replica")
+    drafters: tuple[str, ...] = Field(("cpu",), min_length=1, max_length=1, description="the drafter's device")
+    target_threads: int = Field(1, ge=1, description="CPU threads of each target replica's matrix products")
+    drafter_threads: int = Field(1, ge=1, description="CPU threads of the drafter's matrix products")
+    credit_gib: float = Field(2.0, gt=0, description="features that may wait for the drafter, in GiB")
+    ready_timeout_s: float = Field(600.0, gt=0, description="longest start-up of a role, in seconds")
+    feature_cache: Literal["off", "memory", "disk"] = Field(
+        "off", description="keep features so that later epochs skip the target; needs data.reshuffle: batches"
+    )
+    feature_cache_gib: float = Field(4.0, gt=0, description="size the cache may reach, in GiB; the rest is recomputed")
+
+
+class RunSettings(Section):
+    """Everything a run depends on."""
+
+    run_dir: str = Field(description="folder of the run: settings, events, checkpoints")
+    target: TargetSettings
+    drafter: DrafterSettings
+    data: DataSettings
+    train: TrainSettings = TrainSettings()
+    pipeline: PipelineSettings = PipelineSettings()
+
+    @model_validator(mode="after")
+    def _check(self) -> "RunSettings":
+        if self.pipeline.feature_cache != "off" and self.data.reshuffle != "batches":
+            raise ValueError(
+                f"pipeline.feature_cache: {self.pipeline.feature_cache} keeps features by batch, so it needs "
+                f"data.reshuffle: batches, got {self.data.reshuffle}"
+            )
+        return self
+
+
+def load_settings(path: Path, overrides: list[str] | None = None) -> RunSettings:
+    """Return the settings of RUN.yaml with `section.key=value` overrides applied.
+
+    Raises:
+        UserError: the file or an override is missing, malformed, unknown or out of range.
+    """
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except FileNotFoundError:
+        raise UserError(f"There is no settings file {path}. Write one with `paceline init`.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read as text: {error}.") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"{path} is not valid YAML: {_one_line(error)}.") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"{path} must hold a mapping of settings, found {type(tree).__name__}.")
+    origin = {}
+    for text in overrides or []:
+        origin[_apply_override(tree, text)] = f"override {text!r}"
+    try:
+        return RunSettings.model_validate(tree)
+    except ValidationError as error:
+        raise UserError(_explain(error, path, origin)) from None
+
+
+def dump_settings(settings: RunSettings) -> str:
+    """Return RUN.yaml's text: every key, each under a comment that says what it means."""
+    lines = []
+    for name, field in RunSettings.model_fields.items():
+        value = getattr(settings, name)
+        if isinstance(value, Section):
+            lines += ["", f"{name}:  # {(type(value).__doc__ or '').splitlines()[0].rstrip('.')}"]
+            lines += [
+                f"  {key}: {_scalar(getattr(value, key))}  # {info.description}"
+                for key, info in type(value).model_fields.items()
+            ]
+        else:
+            lines.append(f"{name}: {_scalar(value)}  # {field.description}")
+    return "\n".join(lines) + "\n"
+
+
+def _scalar(value: Any) -> str:
+    plain = list(value) if isinstance(value, tuple) else value
+    return yaml.safe_dump(plain, default_flow_style=True, width=10**6).removesuffix("\n").removesuffix("\n...")
+
+
+def _apply_override(tree: dict[str, Any], text: str) -> str:
+    key, sep, raw = text.partition("=")
+    if not sep or not key:
+        raise UserError(f"An override has the form section.key=value, got {text!r}.")
+    try:
+        value = yaml.safe_load(raw)
+    except yaml.YAMLError:
+        raise UserError(f"The value of override {text!r} is not valid YAML.") from None
+    if isinstance(value, str):
+        value = _number(value)
+    *sections, leaf = key.split(".")
+    node = tree
+    for section in sections:
+        child = node.setdefault(section, {})
+        if not isinstance(child, dict):
+            raise UserError(f"Override {text!r} treats {section} as a section, but it is a value.")
+        node = child
+    node[leaf] = value
+    return key
+
+
+def _number(text: str) -> str | float:
+    """YAML 1.1 reads `2e-3` as a string; a person means a number."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _explain(error: ValidationError, path: Path, origin: dict[str, str]) -> str:
+    sentences = []
+    for item in error.errors():
+        key = ".".join(str(part) for part in item["loc"])
+        where = origin.get(key, str(path))
+        if item["type"] == "extra_forbidden":
+            sentences.append(f"Unknown setting {key} (in {where}).{_suggest(key)}")
+        elif item["type"] == "missing":
+            sentences.append(f"Setting {key} is required and missing in {path}.")
+        else:
+            found = "" if isinstance(item["input"], dict) else f", got {item['input']!r}"
+            message = item["msg"].removeprefix("Value error, ")
+            found = "" if "got" in message else found
+            sentences.append(f"{key or 'settings'}: {message}{found} (in {where}).")
+    return " ".join(sentences)
+
+
+def _suggest(key: str) -> str:
+    known = list(known_keys())
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    if not near:
+        leaf = key.rsplit(".", 1)[-1]
+        near = [name for name in known if name.rsplit(".", 1)[-1] == leaf][:1]
+    return f" Did you mean {near[0]}?" if near else " `paceline init` writes a file with every setting."
+
+
+def known_keys() -> list[str]:
+    """Return every dotted key of a RUN.yaml."""
+    keys = []
+    for name, field in RunSettings.model_fields.items():
+        section = field.annotation
+        if isinstance(section, type) and issubclass(section, Section):
+            keys += [f"{name}.{key}" for key in section.model_fields]
+        keys.append(name)
+    return keys
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

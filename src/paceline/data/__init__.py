@@ -1,0 +1,1 @@
+"""Conversations in, micro-batches out: chat, rows, store, plan, loader."""

@@ -1,0 +1,1 @@
+"""Decoding: completions, speculative decoding and its evaluation."""

@@ -1,0 +1,65 @@
+"""The drafter in decoding: one block a row, over a cached context that grows with the accepted tokens.
+
+Shapes: R rows, T new context tokens of a row, C context slots, B block slots, M key/value heads, E head width.
+"""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from paceline import blocks
+from paceline.drafter.ends import FrozenEnds
+from paceline.drafter.model import ContextKV, Drafter
+
+
+class DraftSession:
+    """A drafter with the context of some rows: their keys and values in every layer, written in place."""
+
+    def __init__(self, drafter: Drafter, ends: FrozenEnds, rows: int, slots: int) -> None:
+        self.drafter, self.ends, self.slots = drafter, ends, slots
+        shape, weight = drafter.settings, drafter.fc.weight
+        size = (shape.layers, 2, rows, shape.kv_heads, slots, shape.head_dim)
+        self._store = torch.zeros(size, dtype=weight.dtype, device=weight.device)
+
+    @torch.inference_mode()
+    def extend(
+        self, features_RTD: Float[Tensor, "R T D"], positions_RT: Int[Tensor, "R T"], first_row: int = 0
+    ) -> None:
+        """Add context tokens of rows first_row.. at their positions. Tokens behind a row's end may be wrong: they are
+        not read before they are written again."""
+        row_ids = torch.arange(first_row, first_row + len(positions_RT), device=positions_RT.device)[:, None]
+        context = self.drafter.context(features_RTD.to(self._store.dtype), positions_RT)
+        for layer, keys_values in enumerate(context):
+            for kind, states_RMTE in enumerate(keys_values):
+                self._store[layer, kind][row_ids, :, positions_RT] = states_RMTE.transpose(1, 2)
+
+    @torch.inference_mode()
+    def propose(
+        self, anchor_ids_R: Int[Tensor, " R"], anchors_R: Int[Tensor, " R"], sizes_R: Int[Tensor, " R"], reach: int
+    ) -> Int[Tensor, "R K"]:
+        """Return the drafter's best tokens for slots 1..B-1 of a block at each row's anchor position.
+
+        A row reads context slots before its anchor, the first `reach` at most, and the first `sizes` slots of its
+        block; what it proposes behind those is to be ignored.
+        """
+        hidden_RBH = self.hidden(anchor_ids_R, anchors_R, sizes_R, reach)
+        return self.ends.logits(hidden_RBH[:, 1:]).argmax(-1)
+
+    def hidden(self, anchor_ids_R: Tensor, anchors_R: Tensor, sizes_R: Tensor, reach: int) -> Float[Tensor, "R B H"]:
+        """Return the block's hidden states; arguments as in `propose`."""
+        B = self.drafter.settings.block_size
+        ids_RB = blocks.block_ids(anchor_ids_R, self.drafter.settings.mask_token_id, B)
+        present_RB = torch.arange(B, device=ids_RB.device) < sizes_R[:, None]
+        reach = min(reach, self.slots)
+        start_R1, anchor_R1 = torch.zeros_like(anchors_R)[:, None], anchors_R[:, None]
+        mask = blocks.block_mask(start_R1, anchor_R1, present_RB[:, None], reach)
+        embeds_RBH = self.ends.embed(ids_RB).to(self._store.dtype)
+        return self.drafter(embeds_RBH, blocks.block_positions(anchors_R, B), self._context(len(ids_RB), reach), mask)
+
+    def _context(self, rows: int, reach: int) -> list[ContextKV]:
+        return [(layer[0, :rows, :, :reach], layer[1, :rows, :, :reach]) for layer in self._store]
+
+    @torch.inference_mode()
+    def move(self, source: int, destination: int) -> None:
+        """Copy a row's context onto another row."""
+        self._store[:, :, destination].copy_(self._store[:, :, source])

@@ -1,0 +1,105 @@
+"""How well a drafter drafts: acceptance measured by true speculative decoding, and its output against plain greedy.
+
+Two averages of the acceptance length are in use and both are given: the mean over prompts of each prompt's mean cycle
+(paper, z-lab, SGLang) and the pooled mean over all cycles.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import Any
+
+from paceline.decode.generate import generate
+from paceline.decode.protocol import Target
+from paceline.decode.speculate import speculate
+from paceline.drafter.ends import FrozenEnds
+from paceline.drafter.model import Drafter
+from paceline.records import Completion, RunError
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Acceptance over a set of prompts."""
+
+    prompts: int
+    cycles: int
+    tokens: int  # tokens that cycles produced; the first token of an answer comes from the prompt pass
+    tau: float  # mean over prompts of the mean tokens a cycle produced, bonus included
+    tau_pooled: float  # tokens / cycles
+    per_slot_acceptance: tuple[float, ...]  # [k]: share of cycles whose slots 1..k were all accepted; [0] is 1
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the evaluation as JSON-able data."""
+        return asdict(self)
+
+
+def acceptance(completions: Sequence[Completion], block_size: int) -> Evaluation:
+    """Return the acceptance of finished speculative completions.
+
+    A cycle that ends an answer counts with the tokens it kept, as in the reference loop. An answer of one token has
+    no cycle and is left out of the averages; RunError if that leaves none.
+    """
+    cycled = [c.acceptance_lengths for c in completions if c.acceptance_lengths]
+    if not cycled:
+        raise RunError("No prompt needed a draft cycle: every answer ended with its first token. Use other prompts.")
+    lengths = [length for cycles in cycled for length in cycles]
+    return Evaluation(
+        prompts=len(completions),
+        cycles=len(lengths),
+        tokens=sum(lengths),
+        tau=fmean(fmean(cycles) for cycles in cycled),
+        tau_pooled=fmean(lengths),
+        per_slot_acceptance=tuple(fmean(length > k for length in lengths) for k in range(block_size)),
+    )
+
+
+def decode_all(completions: "Callable[[], Any]", count: int, progress: Callable[[int, int], None]) -> list[Completion]:
+    """Run a decoding generator to its end and return its completions in prompt order."""
+    done: dict[int, Completion] = {}
+    for index, completion in completions():
+        done[index] = completion
+        progress(len(done), count)
+    return [done[i] for i in range(count)]
+
+
+def first_difference(plain: Sequence[Completion], speculative: Sequence[Completion]) -> tuple[int, int] | None:
+    """Return (prompt, token place) of the first token in which two decodings differ, or None if none does."""
+    for index, (one, other) in enumerate(zip(plain, speculative, strict=True)):
+        if one.token_ids != other.token_ids:
+            pairs = zip(one.token_ids, other.token_ids, strict=False)
+            same = next((at for at, (a, b) in enumerate(pairs) if a != b), None)
+            return index, min(len(one.token_ids), len(other.token_ids)) if same is None else same
+    return None
+
+
+def measure_speedup(
+    target: Target,
+    drafter: Drafter,
+    ends: FrozenEnds,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    progress: Callable[[int, int], None],
+) -> dict[str, float]:
+    """Return seconds a token of plain and of speculative decoding, one prompt at a time on one engine, and their ratio.
+
+    Prompt passes are in both. The two take turns, so a machine that slows down slows both.
+    """
+    seconds, tokens = {"plain": 0.0, "speculative": 0.0}, {"plain": 0, "speculative": 0}
+    for at, prompt in enumerate(prompts):
+        for kind in seconds:
+            began = time.perf_counter()
+            if kind == "plain":
+                finished = list(generate(target, [prompt], max_new_tokens=max_new_tokens, rows=1))
+            else:
+                finished = list(speculate(target, drafter, ends, [prompt], max_new_tokens=max_new_tokens, rows=1))
+            seconds[kind] += time.perf_counter() - began
+            tokens[kind] += len(finished[0][1].token_ids)
+        progress(at + 1, len(prompts))
+    plain, speculative = (seconds[kind] / tokens[kind] for kind in seconds)
+    return {
+        "plain_s_per_token": plain,
+        "speculative_s_per_token": speculative,
+        "speedup_vs_autoregressive": plain / speculative,
+    }

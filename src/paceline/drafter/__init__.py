@@ -1,0 +1,1 @@
+"""The trained model: its layers, its frozen ends and its loss."""

@@ -1,0 +1,88 @@
+"""What a person sees while a verb works: stages, a progress bar, tables. Plain lines when not a terminal."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol, runtime_checkable
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+PLAIN_EVERY_S = 5.0  # a line at most this often where there is no terminal
+
+
+@runtime_checkable
+class Tick(Protocol):
+    """Called as work goes on: how much is done, of how much, and what to add to the line."""
+
+    def __call__(self, done: int, total: int | None = None, note: str = "") -> None: ...
+
+
+class Console:
+    """Writes to standard output, or to standard error when standard output carries JSON."""
+
+    def __init__(self, *, json: bool = False) -> None:
+        self.rich = RichConsole(stderr=json, highlight=False, soft_wrap=False)
+        self._began = time.monotonic()
+
+    def line(self, text: str) -> None:
+        """Print one line."""
+        self.rich.print(text, markup=False)
+
+    def stage(self, title: str) -> None:
+        """Print a heading with the time since the start."""
+        minutes, seconds = divmod(int(time.monotonic() - self._began), 60)
+        self.rich.print(f"[bold]{minutes:02d}:{seconds:02d} {title}[/bold]")
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """Print a table of right-aligned columns."""
+        table = Table(title=title, title_justify="left", title_style="", box=None, pad_edge=False)
+        for name in columns:
+            table.add_column(name, justify="right", no_wrap=True)
+        for row in rows:
+            table.add_row(*row)
+        self.rich.print(table)
+
+    @contextmanager
+    def progress(self, what: str, total: int | None = None) -> Iterator[Tick]:
+        """Yield a function to call as work goes on."""
+        if self.rich.is_terminal:
+            yield from self._bar(what, total)
+        else:
+            yield from self._lines(what, total)
+
+    def _bar(self, what: str, total: int | None) -> Iterator[Tick]:
+        columns = (
+            TextColumn("  {task.description}"),
+            BarColumn(bar_width=16),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"),
+        )
+        with Progress(*columns, console=self.rich) as bars:
+            task = bars.add_task(what, total=total, note="")
+
+            def tick(done: int, total: int | None = total, note: str = "") -> None:
+                bars.update(task, completed=done, total=total, note=note)
+
+            yield tick
+
+    def _lines(self, what: str, total: int | None) -> Iterator[Tick]:
+        shown = time.monotonic()
+        last = (0, total, "")
+
+        def show(done: int, of: int | None, note: str) -> None:
+            share = "" if not of else f"/{of} {100 * done / of:.0f}%"
+            self.rich.print(f"  {what} {done}{share} {note}".rstrip(), markup=False)
+
+        def tick(done: int, total: int | None = total, note: str = "") -> None:
+            nonlocal shown, last
+            last = (done, total, note)
+            if time.monotonic() - shown >= PLAIN_EVERY_S:
+                shown = time.monotonic()
+                show(*last)
+
+        yield tick
+        show(*last)

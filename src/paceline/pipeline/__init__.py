@@ -1,0 +1,1 @@
+"""Roles in threads: handshake, order, credits and failure."""

@@ -1,0 +1,122 @@
+"""The threads topology: every role is a thread of this process with its own device.
+
+One dispenser hands micro-batches to whichever replica is free; the channel puts their features back in order. So the
+drafter sees the same stream with one replica as with five.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from paceline.config import PipelineSettings, RunSettings
+from paceline.drafter.ends import FrozenEnds
+from paceline.drafter.model import Drafter
+from paceline.pipeline.channel import Closed, OrderedChannel
+from paceline.pipeline.supervisor import RoleState, Supervisor
+from paceline.records import StepReport, TokenBatch
+from paceline.target.feature_cache import DiskCache, FeatureCache, MemoryCache, NoCache
+from paceline.target.load import TargetFacts
+from paceline.target.replica import TargetReplica
+from paceline.train.rank import DrafterRank
+
+
+class Dispenser:
+    """Hands out one stream of micro-batches to several threads, each batch once."""
+
+    def __init__(self, batches: Iterator[TokenBatch], on_end: Callable[[int], None]) -> None:
+        self._batches, self._on_end = batches, on_end
+        self._lock = threading.Lock()
+        self._given = 0
+        self._ended = self._stopped = False
+
+    def __iter__(self) -> Iterator[TokenBatch]:
+        while True:
+            with self._lock:
+                if self._stopped:
+                    raise Closed
+                batch = None if self._ended else next(self._batches, None)
+                if batch is None:
+                    if not self._ended:
+                        self._ended = True
+                        self._on_end(self._given)
+                    return
+                self._given += 1
+            yield batch
+
+    def stop(self) -> None:
+        """End everyone who asks from now on."""
+        self._stopped = True
+
+
+def train_in_threads(
+    settings: RunSettings,
+    facts: TargetFacts,
+    *,
+    batches: Iterator[TokenBatch],
+    largest: TokenBatch,
+    total_steps: int,
+    load_ends: Callable[[], FrozenEnds],
+    on_step: Callable[[StepReport], None],
+    on_state: Callable[[RoleState], None],
+) -> Drafter:
+    """Train a drafter with one thread a role and return it.
+
+    Raises:
+        RunError: a role failed; it is named with its device and cause, and no role is left running for long.
+    """
+    pipeline = settings.pipeline
+    channel = OrderedChannel(int(pipeline.credit_gib * 2**30))
+    source = Dispenser(batches, on_end=channel.finish)
+    cache = make_cache(pipeline, Path(settings.run_dir))
+    targets = [
+        TargetReplica(
+            index,
+            device,
+            facts=facts,
+            taps=settings.drafter.taps,
+            dtype=getattr(torch, settings.target.dtype),
+            wire=getattr(torch, settings.train.dtype),
+            largest=largest,
+            source=iter(source),
+            cache=cache,
+            deliver=channel.put,
+        )
+        for index, device in enumerate(pipeline.targets)
+    ]
+    rank = DrafterRank(
+        pipeline.drafters[0],
+        drafter=settings.drafter,
+        train=settings.train,
+        hidden_size=facts.hidden_size,
+        target_revision=facts.revision,
+        load_ends=load_ends,
+        source=channel,
+        total_steps=total_steps,
+        on_step=on_step,
+    )
+
+    def release() -> None:
+        source.stop()
+        channel.stop()
+
+    supervisor = Supervisor(
+        [*targets, rank],
+        threads=[pipeline.target_threads] * len(targets) + [pipeline.drafter_threads],
+        release=release,
+        ended=Closed,
+        on_state=on_state,
+    )
+    supervisor.run(pipeline.ready_timeout_s)
+    return rank.drafter
+
+
+def make_cache(pipeline: PipelineSettings, run: Path) -> FeatureCache:
+    """Return the feature cache that the settings ask for."""
+    limit = int(pipeline.feature_cache_gib * 2**30)
+    if pipeline.feature_cache == "memory":
+        return MemoryCache(limit)
+    if pipeline.feature_cache == "disk":
+        return DiskCache(run / "feature_cache", limit)
+    return NoCache()

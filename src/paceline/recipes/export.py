@@ -1,0 +1,21 @@
+"""`paceline export`: a trained drafter as a folder that serving engines load."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.checkpoint import load_meta, load_weights
+from paceline.drafter.model import Drafter
+from paceline.formats.zlab import export_zlab
+from paceline.records import UserError
+
+
+def export(run: Path, out: Path | None, *, dtype: str, overwrite: bool) -> dict[str, Any]:
+    """Write the run's drafter in the z-lab layout, read it back and compare; return what was written."""
+    out = out or run / "export"
+    if out.exists() and any(out.iterdir()) and not overwrite:
+        raise UserError(f"Folder {out} exists and is not empty. Choose another --out or add --overwrite.")
+    meta = load_meta(run)
+    drafter = Drafter.from_weights(meta.settings, meta.hidden_size, load_weights(run))
+    return export_zlab(drafter, meta, out, dtype=getattr(torch, dtype))

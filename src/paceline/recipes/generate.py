@@ -1,0 +1,74 @@
+"""`paceline generate`: prompts in, the target's own completions out, token ids kept."""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.data import chat
+from paceline.data.prompt_file import Messages, read_prompts
+from paceline.decode.generate import generate
+from paceline.observe.console import Console
+from paceline.records import Completion, UserError
+from paceline.target.load import describe, load_tokenizer
+from paceline.target.model import DecodingTarget
+
+
+def generate_completions(
+    prompts: Path | Sequence[Messages],
+    out: Path,
+    *,
+    model: str,
+    revision: str | None,
+    device: str,
+    dtype: str,
+    max_new_tokens: int,
+    rows: int,
+    console: Console,
+) -> dict[str, Any]:
+    """Write one JSON line a prompt to `out`, in the prompts' order, and return a summary."""
+    facts = describe(model, revision)
+    conversations = read_prompts(prompts) if isinstance(prompts, Path) else prompts
+    tokenizer = load_tokenizer(model, revision)
+    prompt_ids = [chat.prompt_ids(tokenizer, messages) for messages in conversations]
+    longest = max(len(ids) for ids in prompt_ids)
+    if longest + max_new_tokens > facts.max_positions:
+        raise UserError(
+            f"The longest prompt has {longest} tokens and --max-new-tokens is {max_new_tokens}, together more than "
+            f"the target's {facts.max_positions} positions. Shorten one of them."
+        )
+    target = DecodingTarget(facts, (), dtype=getattr(torch, dtype), device=device)
+    done: dict[int, Completion] = {}
+    tokens = 0
+    with console.progress("generate", len(prompt_ids)) as tick:
+        for index, completion in generate(target, prompt_ids, max_new_tokens=max_new_tokens, rows=rows):
+            done[index] = completion
+            tokens += len(completion.token_ids)
+            tick(len(done), note=f"{tokens:,} tokens")
+    _write(out, [_row(tokenizer, conversations[i], done[i]) for i in range(len(prompt_ids))])
+    return {
+        "completions": str(out),
+        "prompts": len(prompt_ids),
+        "tokens_generated": tokens,
+        "stopped": sum(c.finish == "stop" for c in done.values()),
+        "cut_at_max_new_tokens": sum(c.finish == "length" for c in done.values()),
+    }
+
+
+def _row(tokenizer: Any, messages: Messages, completion: Completion) -> dict[str, Any]:
+    return {
+        "messages": [*messages, {"role": "assistant", "content": tokenizer.decode(completion.token_ids)}],
+        "prompt_ids": completion.prompt_ids,
+        "completion_ids": completion.token_ids,
+        "finish": completion.finish,
+    }
+
+
+def _write(out: Path, rows: list[dict[str, Any]]) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    aside = out.with_name(f".{out.name}.{os.getpid()}")
+    aside.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    aside.rename(out)

@@ -1,0 +1,96 @@
+"""`paceline init`: look at a target and write a complete, commented RUN.yaml for it."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.config import (
+    DataSettings,
+    DrafterSettings,
+    PipelineSettings,
+    RunSettings,
+    TargetSettings,
+    default_taps,
+    dump_settings,
+)
+from paceline.records import UserError
+from paceline.target.load import TargetFacts, describe, load_tokenizer
+
+
+def init(
+    model: str,
+    out: Path,
+    *,
+    revision: str | None,
+    dataset: str,
+    run_dir: str,
+    mask_token_id: int | None,
+    overwrite: bool,
+) -> RunSettings:
+    """Write RUN.yaml with the target's own shapes and this machine's devices; return the settings."""
+    if out.exists() and not overwrite:
+        raise UserError(f"{out} exists. Choose another --out or add --overwrite.")
+    facts = describe(model, revision)
+    on_gpu = torch.cuda.is_available()
+    settings = RunSettings(
+        run_dir=run_dir,
+        target=TargetSettings(model=model, revision=revision),
+        drafter=drafter_for(facts, mask_token_id=choose_mask_token(facts, mask_token_id)),
+        data=DataSettings(dataset=dataset),
+        pipeline=pipeline_for([f"cuda:{i}" for i in range(torch.cuda.device_count())] if on_gpu else []),
+    )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(dump_settings(settings))
+    return settings
+
+
+def drafter_for(facts: TargetFacts, *, mask_token_id: int, **changes: Any) -> DrafterSettings:
+    """Return a drafter with the target's head shape, MLP width and rotary base, and five taps where they fit."""
+    num_taps = 5 if facts.num_layers >= 9 else 3 if facts.num_layers >= 6 else 1
+    shape = {
+        "taps": default_taps(facts.num_layers, num_taps),
+        "mask_token_id": mask_token_id,
+        "heads": facts.heads,
+        "kv_heads": facts.kv_heads,
+        "head_dim": facts.head_dim,
+        "intermediate_size": facts.intermediate_size,
+        "rope_theta": facts.rope_theta,
+    }
+    return DrafterSettings.model_validate(shape | changes)
+
+
+def pipeline_for(gpus: list[str], **changes: Any) -> PipelineSettings:
+    """Return device lists: all on the CPU, colocated on one GPU, or the last of several GPUs for the drafter."""
+    if not gpus:
+        return PipelineSettings(**changes)
+    return PipelineSettings(targets=tuple(gpus[:-1] or gpus), drafters=(gpus[-1],), **changes)
+
+
+def choose_mask_token(facts: TargetFacts, wanted: int | None) -> int:
+    """Return the mask token: the one asked for, the tokenizer's, a row without a token, or an unused special.
+
+    Raises:
+        UserError: the id is no row of the embedding, or there is no obvious choice.
+    """
+    if wanted is not None:
+        if not 0 <= wanted < facts.vocab_size:
+            raise UserError(
+                f"--mask-token-id must be a row of the target's embedding (0..{facts.vocab_size - 1}), got {wanted}."
+            )
+        return wanted
+    tokenizer = load_tokenizer(str(facts.folder))
+    if tokenizer.mask_token_id is not None:
+        return tokenizer.mask_token_id
+    if len(tokenizer) < facts.vocab_size:
+        return len(tokenizer)
+    template = tokenizer.chat_template or ""
+    named = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
+    named |= set(facts.eos_ids)
+    for token_id, token in sorted(tokenizer.added_tokens_decoder.items()):
+        if token.special and token_id not in named and token.content not in template:
+            return token_id
+    raise UserError(
+        f"{facts.name} has no spare embedding row and no unused special token for the mask. Name one that never occurs "
+        f"in your data with --mask-token-id."
+    )

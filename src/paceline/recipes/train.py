@@ -1,0 +1,166 @@
+"""`paceline train`: RUN.yaml in, a trained drafter out; wires dataset, target replicas and drafter in threads."""
+
+import json
+import platform
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from paceline import checkpoint
+from paceline.config import RunSettings, dump_settings
+from paceline.data import loader
+from paceline.data.plan import plan, table
+from paceline.data.store import CompletionDataset, check_fits, find_token, open_dataset, tokenizer_fingerprint
+from paceline.observe.console import Console, Tick
+from paceline.observe.events import EventLog
+from paceline.pipeline.supervisor import RoleState
+from paceline.pipeline.threads import train_in_threads
+from paceline.recipes.plan import print_buckets
+from paceline.records import PacelineError, StepReport, UserError
+from paceline.target.load import TargetFacts, describe, load_ends, load_tokenizer
+from paceline.target.model import check_taps
+
+
+def train(settings: RunSettings, *, console: Console) -> dict[str, Any]:
+    """Train the drafter that `settings` describe into its run folder and return a summary."""
+    # 1. Everything that can be refused before a model is loaded.
+    facts = describe(settings.target.model, settings.target.revision)
+    dataset = open_dataset(Path(settings.data.dataset))
+    check_inputs(settings, facts, dataset)
+    first = plan(dataset.lengths, settings.data, seed=settings.train.seed, epoch=0)
+    buckets = table(first, dataset.lengths)
+    total_steps = loader.count_steps(len(first), settings.train)
+    B = settings.drafter.block_size
+    batches = loader.micro_batches(dataset, settings.data, settings.train, B)
+    largest = loader.largest_micro_batch(dataset, settings.data, settings.train, B)
+    print_buckets(buckets, console)
+
+    # 2. The run folder says what made it.
+    run = Path(settings.run_dir)
+    if (run / "drafter").exists():
+        raise UserError(f"Run folder {run} (run_dir) already holds a trained drafter. Choose another run_dir.")
+    run.mkdir(parents=True, exist_ok=True)
+    (run / "settings.yaml").write_text(dump_settings(settings))
+    (run / "provenance.json").write_text(json.dumps(_provenance(facts, dataset), indent=2) + "\n")
+
+    # 3. Roles start, agree, work.
+    totals = _Totals()
+    began = time.monotonic()
+    with EventLog(run) as events, console.progress("train", total_steps) as tick:
+        events.write("plan", **buckets.as_dict(), steps=total_steps)
+
+        def on_state(report: RoleState) -> None:
+            events.write("role", role=report.role.name, device=report.role.device, state=report.state, s=report.seconds)
+            if report.state in ("loading", "compiling", "ready"):
+                console.line(f"  {report.role.name} on {report.role.device}: {report.state} ({report.seconds:.1f} s)")
+
+        def on_step(report: StepReport) -> None:
+            totals.add(report)
+            _tell(report, settings, total_steps, events, tick)
+
+        try:
+            drafter = train_in_threads(
+                settings,
+                facts,
+                batches=batches,
+                largest=largest,
+                total_steps=total_steps,
+                load_ends=lambda: load_ends(facts),
+                on_step=on_step,
+                on_state=on_state,
+            )
+        except PacelineError as error:
+            events.write("failed", message=str(error))
+            raise
+        # 4. What was learnt goes to disk.
+        folder = checkpoint.save_drafter(run, drafter.state_dict(), _meta(settings, facts, totals.steps))
+        summary = {
+            "run": str(run),
+            "drafter": str(folder),
+            "train_steps": totals.steps,
+            "loss": totals.last_loss,
+            "real_anchor_share": totals.blocks / max(totals.anchor_slots, 1),
+            "padding_share": 1 - totals.tokens / max(totals.padded_tokens, 1),
+            "train_s": round(time.monotonic() - began, 1),
+        }
+        events.write("trained", **summary)
+    return summary
+
+
+def check_inputs(settings: RunSettings, facts: TargetFacts, dataset: CompletionDataset) -> None:
+    """Refuse taps, mask token or dataset that do not fit the target.
+
+    Raises:
+        UserError: the first rule that is broken.
+    """
+    check_taps(settings.drafter.taps, facts)
+    mask = settings.drafter.mask_token_id
+    if mask >= facts.vocab_size:
+        raise UserError(
+            f"drafter.mask_token_id must be a row of the target's embedding (0..{facts.vocab_size - 1}), got {mask}."
+        )
+    check_fits(
+        dataset.manifest, tokenizer_fingerprint(load_tokenizer(facts.name, settings.target.revision)), facts.name
+    )
+    row = find_token(dataset, mask)
+    if row is not None:
+        raise UserError(
+            f"drafter.mask_token_id must never occur in the data, but token {mask} is in row {row} of "
+            f"{settings.data.dataset}. Choose another id."
+        )
+
+
+class _Totals:
+    """Sums over the run for its summary."""
+
+    def __init__(self) -> None:
+        self.steps = self.blocks = self.anchor_slots = self.tokens = self.padded_tokens = 0
+        self.last_loss = float("nan")
+
+    def add(self, report: StepReport) -> None:
+        self.steps += 1
+        self.blocks += report.blocks
+        self.anchor_slots += report.anchor_slots
+        self.tokens += report.tokens
+        self.padded_tokens += report.padded_tokens
+        self.last_loss = report.loss
+
+
+def _tell(report: StepReport, settings: RunSettings, total_steps: int, events: EventLog, tick: Tick) -> None:
+    tick(report.step + 1, note=f"loss {report.loss:.3f} accept {report.acceptance:.2f} lr {report.lr:.1e}")
+    last = report.step + 1 == total_steps
+    if report.step % settings.train.log_every == 0 or last:
+        values = {name: getattr(report, name) for name in report.__slots__}
+        events.write("step", **values, loss=report.loss, acceptance=report.acceptance, total_steps=total_steps)
+
+
+def _meta(settings: RunSettings, facts: TargetFacts, steps: int) -> checkpoint.DrafterMeta:
+    return checkpoint.DrafterMeta(
+        settings=settings.drafter,
+        target=str(facts.folder),
+        target_revision=facts.revision,
+        num_target_layers=facts.num_layers,
+        hidden_size=facts.hidden_size,
+        vocab_size=facts.vocab_size,
+        max_positions=facts.max_positions,
+        steps=steps,
+    )
+
+
+def _provenance(facts: TargetFacts, dataset: CompletionDataset) -> dict[str, Any]:
+    packages: dict[str, str | None] = {}
+    for name in ("paceline", "torch", "transformers", "datasets", "pyarrow", "numpy", "safetensors"):
+        try:
+            packages[name] = version(name)
+        except PackageNotFoundError:
+            packages[name] = None
+    return {
+        "argv": sys.argv,
+        "python": platform.python_version(),
+        "machine": platform.platform(),
+        "packages": packages,
+        "target": {"name": facts.name, "folder": str(facts.folder), "revision": facts.revision},
+        "dataset": {"folder": str(dataset.folder), "fingerprint": dataset.fingerprint},
+    }

@@ -1,0 +1,113 @@
+"""The records on the arrows between stages, and the errors that people see.
+
+Shapes: n samples of a micro-batch, S padded length, T real tokens, K anchors in use, B slots of a block,
+m tapped layers, H target width. A stage receives a record and never calls the stage that made it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # records are named by torch-free modules too
+    from torch import Tensor
+
+
+class PacelineError(Exception):
+    """An error whose text is one clear sentence for a person."""
+
+
+class UserError(PacelineError):
+    """Bad input: rule, value found, where it was set, what to do. The command exits with status 2."""
+
+
+class RunError(PacelineError):
+    """A run that could not go on. The command exits with status 1."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockSet:
+    """The K blocks of a micro-batch in flat context coordinates, sorted by anchor.
+
+    A block of anchor `a` sees the context slots `start <= slot < anchor` and itself. `valid` marks the slots with a
+    loss: never slot 0, never a label behind the sample's end or outside the supervised tokens.
+    """
+
+    start_K: Tensor  # int64 [K], first context slot of the anchor's sample
+    anchor_K: Tensor  # int64 [K], the anchor's own flat slot
+    position_K: Tensor  # int64 [K], the anchor's position in its sample
+    token_K: Tensor  # int64 [K], the anchor's token id
+    labels_KB: Tensor  # int64 [K, B], token at anchor + slot, 0 where not valid
+    valid_KB: Tensor  # bool [K, B]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenBatch:
+    """One micro-batch as the loader makes it and a target replica reads it."""
+
+    seq: int  # place in the run's stream of micro-batches
+    epoch: int
+    step: int  # optimizer step it belongs to, from 0
+    closes_step: bool  # the last micro-batch of its step
+    samples: tuple[int, ...]  # rows of the dataset
+    input_ids: Tensor  # int64 [n, S], right-padded with 0
+    lengths: tuple[int, ...]  # real tokens of each sample
+    blocks: BlockSet
+
+    @property
+    def num_tokens(self) -> int:
+        """Real tokens, padding not counted."""
+        return sum(self.lengths)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FeatureBatch:
+    """One micro-batch as it reaches the drafter: real tokens only, laid end to end."""
+
+    tokens: TokenBatch
+    features_TD: Tensor  # [T, m * H]
+    positions_T: Tensor  # int64 [T], position of each token in its sample
+
+    @property
+    def nbytes(self) -> int:
+        """What the batch occupies while it waits for the drafter."""
+        return self.features_TD.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """Sums over one optimizer step; nothing in here is a mean except by its name."""
+
+    step: int
+    epoch: int
+    loss_sum: float  # sum of weight * cross-entropy
+    weight_sum: float
+    accepted_K: tuple[int, ...]  # blocks whose slots 1..k were all right, k = 1..B-1
+    available_K: tuple[int, ...]  # blocks whose slots 1..k all have a label
+    blocks: int  # anchors in use
+    anchor_slots: int  # anchors the steps' micro-batches had room for
+    tokens: int  # real context tokens
+    padded_tokens: int  # what the target saw, padding included
+    lr: float
+    grad_norm: float
+
+    @property
+    def loss(self) -> float:
+        """Weighted mean cross-entropy of the step, in nats."""
+        return self.loss_sum / self.weight_sum
+
+    @property
+    def acceptance(self) -> float:
+        """Mean acceptance length the step's blocks would have had, bonus token included."""
+        shares = (right / max(of, 1) for right, of in zip(self.accepted_K, self.available_K, strict=True))
+        return 1.0 + sum(shares)
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What a decoding engine returned for one prompt."""
+
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]  # stop token included when there is one
+    finish: str  # "stop" or "length"
+    acceptance_lengths: tuple[int, ...] = ()  # tokens a cycle produced; empty for plain decoding

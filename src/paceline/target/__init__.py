@@ -1,0 +1,1 @@
+"""The frozen language model: loading, taps, decoding and its replica loop."""

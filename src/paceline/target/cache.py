@@ -1,0 +1,64 @@
+"""A key/value cache whose rows advance on their own, for any transformers decoder with plain attention.
+
+The stock caches write all rows at one place; in continuous batching and in speculative decoding every row is
+somewhere else. Here tokens are written at their own positions, stale entries behind a row's end are masked by
+position and overwritten later, so taking back rejected tokens costs nothing.
+"""
+
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from transformers import Cache
+
+
+class RowCache(Cache):
+    """Keys and values `[rows, heads, slots, width]` of every layer, allocated at the first write.
+
+    `aim` says which rows and positions the next forward writes and how many slots it reads.
+    """
+
+    def __init__(self, rows: int, slots: int) -> None:
+        super().__init__(layers=[])
+        self.rows, self.slots = rows, slots
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self._rows = slice(0, 0)
+        self._places: tuple[Tensor, Tensor] | None = None
+        self._reach = 0
+
+    def aim(self, first_row: int, positions_RT: Int[Tensor, "R T"], reach: int) -> Bool[Tensor, "R 1 T reach"]:
+        """Choose rows first_row.. and their write positions; return who sees whom among the first `reach` slots."""
+        count = len(positions_RT)
+        self._rows = slice(first_row, first_row + count)
+        row_ids = torch.arange(first_row, first_row + count, device=positions_RT.device)
+        self._places = (row_ids[:, None], positions_RT)
+        self._reach = min(reach, self.slots)
+        slots = torch.arange(self._reach, device=positions_RT.device)
+        return (slots <= positions_RT[..., None])[:, None]
+
+    def update(
+        self, key_states: Float[Tensor, "R M T E"], value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write the new keys and values at their places and return the aimed rows' first slots (views)."""
+        if layer_idx == len(self.keys):
+            for store, states in ((self.keys, key_states), (self.values, value_states)):
+                store.append(states.new_zeros(self.rows, states.shape[1], self.slots, states.shape[3]))
+        out = []
+        for store, states in ((self.keys, key_states), (self.values, value_states)):
+            assert self._places is not None, "aim() comes before a forward"
+            rows, positions = self._places
+            store[layer_idx][rows, :, positions] = states.transpose(1, 2)
+            out.append(store[layer_idx][self._rows, :, : self._reach])
+        return out[0], out[1]
+
+    @torch.inference_mode()
+    def move(self, source: int, destination: int) -> None:
+        """Copy a row onto another, so that running rows stay side by side when one ends."""
+        for store in (*self.keys, *self.values):
+            store[destination].copy_(store[source])
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return 0: positions and mask are always passed, nothing is inferred from the cache."""
+        return 0

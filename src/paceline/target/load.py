@@ -1,0 +1,226 @@
+"""Find a target on disk, say what it is, and load the parts of it that a stage needs.
+
+A target is a folder with config.json and *.safetensors, or a hub id with a revision whose files are already in the
+local cache or can be fetched. Loading for training keeps the layers up to the deepest tap and no head.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from paceline.drafter.ends import FrozenEnds
+from paceline.records import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class TargetFacts:
+    """What the rest of the program needs to know of a target without loading its weights."""
+
+    name: str
+    folder: Path
+    revision: str  # fingerprint of config.json and of every weight file's header
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rope_theta: float
+    max_positions: int
+    eos_ids: tuple[int, ...]
+
+
+def resolve(model: str, revision: str | None = None) -> Path:
+    """Return the folder of a target.
+
+    Raises:
+        UserError: the folder lacks a config or safetensors, or the hub id cannot be had.
+    """
+    folder = Path(model).expanduser()
+    if not folder.exists():
+        if folder.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
+            raise UserError(f"There is no target folder {model}. Give a folder or a hub id such as Qwen/Qwen3-8B.")
+        folder = _snapshot(model, revision)
+    if not (folder / "config.json").is_file():
+        raise UserError(f"Target folder {folder} has no config.json. Give the folder that holds the model's files.")
+    if not list(folder.glob("*.safetensors")):
+        raise UserError(f"Target folder {folder} has no *.safetensors file. Convert its weights to safetensors first.")
+    return folder
+
+
+def _snapshot(model: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+
+    wanted = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+    if revision is None:
+        raise UserError(f"Target {model} is a hub id, so target.revision must name a commit. Add --revision.")
+    try:  # what lies in the local cache needs no network
+        return Path(snapshot_download(model, revision=revision, allow_patterns=wanted, local_files_only=True))
+    except Exception:
+        pass
+    try:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=wanted))
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"Target {model} at revision {revision} is neither a folder, nor in the local cache, nor could it be "
+            f"fetched ({type(error).__name__}: {reason}). Give a folder or check the id and the connection."
+        ) from None
+
+
+def describe(model: str, revision: str | None = None) -> TargetFacts:
+    """Return the facts of a target; reads its config and the headers of its weight files."""
+    folder = resolve(model, revision)
+    config = load_config(folder)
+    for key in ("final_logit_softcapping", "logits_scaling", "logit_scale", "embedding_multiplier", "embed_scale"):
+        if getattr(config, key, None) not in (None, 1, 1.0):
+            raise UserError(f"Target {model} sets {key} in config.json, which drafters here do not follow yet.")
+    if str(config.model_type).startswith("gemma"):
+        raise UserError(f"Target {model} is a {config.model_type}, which scales its embeddings: not supported yet.")
+    try:
+        heads = config.num_attention_heads
+        return TargetFacts(
+            name=model,
+            folder=folder,
+            revision=_fingerprint(folder),
+            num_layers=config.num_hidden_layers,
+            hidden_size=config.hidden_size,
+            vocab_size=config.vocab_size,
+            heads=heads,
+            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            intermediate_size=config.intermediate_size,
+            rope_theta=float(_rope_theta(config)),
+            max_positions=config.max_position_embeddings,
+            eos_ids=_eos_ids(folder, config),
+        )
+    except AttributeError as error:
+        raise UserError(f"{folder / 'config.json'} does not describe a decoder with attention: {error}.") from None
+
+
+def load_config(folder: Path) -> Any:
+    """Return the text decoder's configuration."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{folder / 'config.json'} cannot be read as a model configuration: {reason}") from None
+
+
+def load_tokenizer(model: str, revision: str | None = None) -> Any:
+    """Return the target's fast tokenizer."""
+    from transformers import AutoTokenizer
+
+    folder = resolve(model, revision)
+    # Without any of these transformers makes an empty tokenizer up.
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")):
+        raise UserError(f"Target folder {folder} has no tokenizer.json. Put the model's tokenizer files beside it.")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"Target folder {folder} has no tokenizer that loads: {reason}") from None
+    if not tokenizer.is_fast:
+        raise UserError(f"The tokenizer of {folder} has no tokenizer.json (a fast tokenizer is needed).")
+    return tokenizer
+
+
+def load_trunk(facts: TargetFacts, deepest_tap: int, *, dtype: torch.dtype, device: str) -> Any:
+    """Return the frozen decoder up to and including its deepest tapped layer; no head, no final norm."""
+    from transformers import AutoModel
+
+    trunk = _load(AutoModel, facts, dtype, device)
+    del trunk.layers[deepest_tap + 1 :]
+    trunk.norm = nn.Identity()  # the last output is a raw layer output, as the taps are
+    return trunk
+
+
+def load_causal(facts: TargetFacts, *, dtype: torch.dtype, device: str) -> Any:
+    """Return the whole frozen model with its head, for decoding."""
+    from transformers import AutoModelForCausalLM
+
+    return _load(AutoModelForCausalLM, facts, dtype, device)
+
+
+def _load(kind: Any, facts: TargetFacts, dtype: torch.dtype, device: str) -> Any:
+    _quiet()
+    model = kind.from_pretrained(facts.folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True)
+    body = getattr(model, model.base_model_prefix, model)
+    if not isinstance(getattr(body, "layers", None), nn.ModuleList):
+        raise UserError(f"Target {facts.name} ({type(model).__name__}) has no list of decoder layers to tap.")
+    return model.eval().requires_grad_(False).to(device)
+
+
+def _quiet() -> None:
+    """Turn off transformers' own bars: replicas load at once and their state is reported by name."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
+def load_ends(facts: TargetFacts) -> FrozenEnds:
+    """Return the target's embedding and head (one tensor where they are tied), on the CPU in the files' dtype."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(load_config(facts.folder))
+    embed = skeleton.get_input_embeddings().weight
+    # The first of a tied pair's names is the embedding's; only that one is in the file.
+    embed_name = next(name for name, p in skeleton.named_parameters() if p is embed)
+    head_name = next((n for n in ("lm_head.weight", "model.lm_head.weight") if n in _tensor_files(facts.folder)), None)
+    embed_VH = _read_tensor(facts.folder, embed_name)
+    if head_name is None or skeleton.config.tie_word_embeddings:
+        return FrozenEnds(embed_VH, embed_VH)
+    return FrozenEnds(embed_VH, _read_tensor(facts.folder, head_name))
+
+
+def _tensor_files(folder: Path) -> dict[str, Path]:
+    files: dict[str, Path] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as tensors:
+            files |= dict.fromkeys(tensors.keys(), path)
+    return files
+
+
+def _read_tensor(folder: Path, name: str) -> torch.Tensor:
+    files = _tensor_files(folder)
+    found = name if name in files else name.removeprefix("model.")
+    if found not in files:
+        raise UserError(f"Target folder {folder} has no tensor {name} in its *.safetensors files.")
+    with safe_open(files[found], framework="pt") as tensors:
+        return tensors.get_tensor(found)
+
+
+def _fingerprint(folder: Path) -> str:
+    """Hash config.json and the weight files' headers and sizes: cheap, and different for different models."""
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            header = file.read(8)
+            digest.update(header + file.read(int.from_bytes(header, "little")))
+        digest.update(str(path.stat().st_size).encode())
+    return digest.hexdigest()[:16]
+
+
+def _rope_theta(config: Any) -> float:
+    rope = getattr(config, "rope_parameters", None) or {}
+    return rope.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0
+
+
+def _eos_ids(folder: Path, config: Any) -> tuple[int, ...]:
+    from transformers import GenerationConfig
+
+    eos = config.eos_token_id
+    if (folder / "generation_config.json").is_file():
+        eos = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id or eos
+    if eos is None:
+        return ()
+    return tuple(eos) if isinstance(eos, list | tuple) else (eos,)

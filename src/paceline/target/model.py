@@ -1,0 +1,121 @@
+"""The frozen target as a source of features, alone (training) or together with logits (decoding).
+
+A tap is the output of a decoder layer, before the next layer and before the final norm: what transformers lists as
+`hidden_states[layer + 1]`. A token's feature is its m taps side by side, in ascending order of layers.
+
+Shapes: n samples, S padded length, T real tokens (training) or tokens of a row (decoding), R rows, D = m * H,
+V vocabulary.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from paceline.records import UserError
+from paceline.target.cache import RowCache
+from paceline.target.load import TargetFacts, load_causal, load_config, load_trunk
+
+
+def check_taps(taps: Sequence[int], facts: TargetFacts) -> None:
+    """Refuse taps that a serving engine could not capture.
+
+    Raises:
+        UserError: a tap lies outside 0..N-2. The last layer is excluded: engines capture the input of the next one.
+    """
+    wrong = [tap for tap in taps if not 0 <= tap <= facts.num_layers - 2]
+    if wrong:
+        raise UserError(
+            f"drafter.taps must lie in 0..{facts.num_layers - 2} for {facts.name} ({facts.num_layers} layers), "
+            f"got {wrong}. Remove or lower them."
+        )
+
+
+class Taps:
+    """Forward hooks that keep the tapped layers' outputs of the running forward."""
+
+    def __init__(self, layers: nn.ModuleList, taps: Sequence[int]) -> None:
+        self._outputs: list[Tensor] = []
+        for tap in taps:
+            layers[tap].register_forward_hook(self._keep)
+
+    def _keep(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        self._outputs.append(output[0] if isinstance(output, tuple) else output)
+
+    def take(self) -> Float[Tensor, "n S D"]:
+        """Return the features of the forward that just ran and forget them."""
+        features = torch.cat(self._outputs, dim=-1)
+        self._outputs.clear()
+        return features
+
+
+class FeatureTarget:
+    """The target up to its deepest tap; it never computes logits."""
+
+    def __init__(self, facts: TargetFacts, taps: Sequence[int], *, dtype: torch.dtype, device: str) -> None:
+        check_taps(taps, facts)
+        self.device = torch.device(device)
+        self._trunk = load_trunk(facts, max(taps), dtype=dtype, device=device)
+        self._taps = Taps(self._trunk.layers, taps)
+
+    @torch.inference_mode()
+    def features(self, input_ids: Int[Tensor, "n S"], lengths: Sequence[int]) -> Float[Tensor, "T D"]:
+        """Return the real tokens' features, samples end to end. Padding is on the right, where causality hides it."""
+        self._trunk(input_ids.to(self.device), use_cache=False)
+        padded_nSD = self._taps.take()
+        return torch.cat([row_SD[:length] for row_SD, length in zip(padded_nSD, lengths, strict=True)])
+
+
+class DecodingTarget:
+    """The whole target with a cache whose rows advance on their own."""
+
+    def __init__(self, facts: TargetFacts, taps: Sequence[int], *, dtype: torch.dtype, device: str) -> None:
+        check_taps(taps, facts)
+        _check_plain_attention(facts)
+        self.device = torch.device(device)
+        self.stop_ids = facts.eos_ids
+        self._model = load_causal(facts, dtype=dtype, device=device)
+        self._taps = Taps(getattr(self._model, self._model.base_model_prefix).layers, taps)
+        self._num_taps = len(taps)
+
+    def new_cache(self, rows: int, slots: int) -> RowCache:
+        """Return an empty cache of `rows` rows that hold `slots` tokens each."""
+        return RowCache(rows, slots)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        ids_RT: Int[Tensor, "R T"],
+        positions_RT: Int[Tensor, "R T"],
+        cache: RowCache,
+        *,
+        first_row: int,
+        reach: int,
+        logits_at: Int[Tensor, " R"] | None = None,
+    ) -> tuple[Float[Tensor, "R L V"], Float[Tensor, "R T D"] | None]:
+        """Write tokens at their positions of rows first_row.. and return logits and features.
+
+        `reach` is how many cache slots are read (more than every position). `logits_at` asks for the logits of one
+        token a row (L = 1) instead of all (L = T), as after a prompt. Features are None where no layer is tapped.
+        """
+        mask = cache.aim(first_row, positions_RT, reach)
+        # By place, not by name: transformers renamed the cache argument in 5.24.
+        body = getattr(self._model, self._model.base_model_prefix)
+        hidden_RTH = body(ids_RT, mask, positions_RT, cache, use_cache=True)[0]
+        if logits_at is not None:
+            hidden_RTH = hidden_RTH[torch.arange(len(ids_RT), device=self.device), logits_at][:, None]
+        logits = self._model.lm_head(hidden_RTH)
+        return logits, self._taps.take() if self._num_taps else None
+
+
+def _check_plain_attention(facts: TargetFacts) -> None:
+    config = load_config(facts.folder)
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    if kinds != {"full_attention"} or window:
+        raise UserError(
+            f"Target {facts.name} has layers that are not plain full attention ({sorted(kinds)}, sliding_window "
+            f"{window}); decoding with it is not supported yet."
+        )

@@ -1,0 +1,1 @@
+"""The one-shape step, the optimizer and the loop that drives them."""

@@ -1,0 +1,131 @@
+"""Tiny random targets and what hangs on them. Everything is on the CPU and comes from seeds."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as the command line does, before torch is loaded
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from paceline.blocks import anchor_candidates
+from paceline.config import DrafterSettings
+from paceline.data import store
+from paceline.target.load import TargetFacts, describe, load_tokenizer
+
+VOCAB = 128
+MASK = 3
+EOS = 2
+
+
+def _save_tokenizer(folder: Path) -> None:
+    words = {"<unk>": 0, "<pad>": 1, "<eos>": EOS, "<mask>": MASK, **{f"w{i}": i for i in range(4, VOCAB)}}
+    backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    template = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
+    PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<eos>", mask_token="<mask>", unk_token="<unk>", chat_template=template
+    ).save_pretrained(folder)
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3 of 6 layers with an untied head. Weights are larger than usual, so its answers vary."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=512,
+        initializer_range=0.2,
+        tie_word_embeddings=False,
+        eos_token_id=EOS,
+        bos_token_id=None,
+        pad_token_id=None,
+    )
+    folder = tmp_path_factory.mktemp("tiny-qwen3")
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    _save_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tied_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of 5 layers whose head is its embedding."""
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=48,
+        intermediate_size=96,
+        num_hidden_layers=5,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+        initializer_range=0.2,
+        tie_word_embeddings=True,
+        eos_token_id=EOS,
+        bos_token_id=None,
+        pad_token_id=None,
+    )
+    folder = tmp_path_factory.mktemp("tiny-llama")
+    LlamaForCausalLM(config).save_pretrained(folder)
+    _save_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_folder: Path) -> TargetFacts:
+    return describe(str(tiny_folder))
+
+
+@pytest.fixture(scope="session")
+def tied(tied_folder: Path) -> TargetFacts:
+    return describe(str(tied_folder))
+
+
+@pytest.fixture(scope="session")
+def shape() -> DrafterSettings:
+    """A drafter of two layers for the tiny Qwen3."""
+    return DrafterSettings(
+        block_size=4,
+        layers=2,
+        taps=(0, 2, 4),
+        mask_token_id=MASK,
+        heads=4,
+        kv_heads=2,
+        head_dim=16,
+        intermediate_size=128,
+        rope_theta=10000.0,
+    )
+
+
+@pytest.fixture
+def write_dataset(tmp_path: Path, tiny_folder: Path) -> Callable[..., Path]:
+    """Return a writer of a dataset for the tiny target from (ids, prompt length) pairs."""
+
+    def write(rows: list[tuple[list[int], int]], name: str = "dataset") -> Path:
+        fingerprint = store.tokenizer_fingerprint(load_tokenizer(str(tiny_folder)))
+        origin = store.Origin(str(tiny_folder), "r", fingerprint, None, "given ids", MASK, [], {}, 0)
+        with store.writing(tmp_path / name) as writer:
+            for ids, prompt in rows:
+                mask = np.arange(len(ids)) >= prompt
+                writer.add(np.array(ids), mask, len(anchor_candidates(mask)))
+            writer.finish(origin)
+        return tmp_path / name
+
+    return write
+
+
+@pytest.fixture
+def random_rows() -> list[tuple[list[int], int]]:
+    """24 samples of 8 to 40 tokens with prompts of 2 to 5; no token is the mask."""
+    rng = np.random.default_rng(0)
+    return [(rng.integers(4, VOCAB, rng.integers(8, 41)).tolist(), int(rng.integers(2, 6))) for _ in range(24)]

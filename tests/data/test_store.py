@@ -1,0 +1,188 @@
+"""The dataset against the rows that went in, and against `datasets`."""
+
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+
+from paceline.data import store
+from paceline.data.store import CompletionDataset, check_fits, find_token, open_dataset, tokenizer_fingerprint
+from paceline.records import UserError
+
+Make = Callable[..., CompletionDataset]
+
+
+@pytest.fixture
+def rows() -> list[tuple[list[int], int]]:
+    rng = np.random.default_rng(0)
+    return [(rng.integers(10, 300, rng.integers(4, 40)).tolist(), int(rng.integers(1, 3))) for _ in range(50)]
+
+
+@pytest.fixture(params=[1 << 20, 60], ids=["one chunk", "many chunks"])
+def flush(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "_FLUSH_TOKENS", request.param)
+
+
+def assert_holds(dataset: CompletionDataset, rows: list[tuple[list[int], int]]) -> None:
+    assert dataset.lengths.tolist() == [len(ids) for ids, _ in rows]
+    assert dataset.lengths.dtype == np.int64
+    assert dataset.candidates.tolist() == [len(ids) - prompt - 1 for ids, prompt in rows]
+    for i, (ids, prompt) in enumerate(rows):
+        got, mask = dataset.row(i)
+        assert got.tolist() == ids
+        assert mask.tolist() == [False] * prompt + [True] * (len(ids) - prompt)
+        assert got.dtype == np.int64
+        assert mask.dtype == np.bool_
+        assert got.flags.writeable
+
+
+@pytest.mark.usefixtures("flush")
+def test_rows_come_back(make_dataset: Make, rows: list[tuple[list[int], int]]) -> None:
+    dataset = make_dataset(rows)
+    assert_holds(dataset, rows)
+    manifest = dataset.manifest
+    assert (manifest.rows, manifest.tokens) == (50, sum(len(ids) for ids, _ in rows))
+    assert manifest.supervised_tokens == sum(len(ids) - prompt for ids, prompt in rows)
+    assert manifest.longest == max(len(ids) for ids, _ in rows)
+    assert json.loads((dataset.folder / "manifest.json").read_text())["origin"]["target"] == "tiny"
+
+
+@pytest.mark.usefixtures("flush")
+def test_datasets_opens_the_folder(make_dataset: Make, rows: list[tuple[list[int], int]]) -> None:
+    loaded = datasets.load_from_disk(make_dataset(rows).folder)
+    assert loaded["input_ids"][:] == [ids for ids, _ in rows]
+    assert loaded["loss_mask"][7] == [False] * rows[7][1] + [True] * (len(rows[7][0]) - rows[7][1])
+    assert set(loaded.column_names) == {"input_ids", "loss_mask", "candidates"}
+
+
+@pytest.mark.usefixtures("flush")
+def test_a_folder_saved_by_datasets_opens(make_dataset: Make, rows: list[tuple[list[int], int]]) -> None:
+    """Several files, each cut out of a larger table."""
+    made = make_dataset(rows).folder
+    again = made.with_name("again")
+    datasets.load_from_disk(made).save_to_disk(again, num_shards=3)
+    (again / "manifest.json").write_text((made / "manifest.json").read_text())
+    assert_holds(open_dataset(again), rows)
+
+
+@pytest.mark.usefixtures("flush")
+def test_find_token(make_dataset: Make, rows: list[tuple[list[int], int]]) -> None:
+    dataset = make_dataset(rows)
+    for token in (5, *range(10, 300)):
+        holders = [i for i, (ids, _) in enumerate(rows) if token in ids]
+        assert find_token(dataset, token) == (holders[0] if holders else None)
+
+
+def test_fingerprint_follows_the_rows_alone(
+    make_dataset: Make, rows: list[tuple[list[int], int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = make_dataset(rows, "a").fingerprint
+    monkeypatch.setattr(store, "_FLUSH_TOKENS", 60)
+    assert make_dataset(rows, "b").fingerprint == first
+    ids, prompt = rows[3]
+    assert make_dataset([*rows[:3], (ids, prompt + 1), *rows[4:]], "c").fingerprint != first
+
+
+def test_threads_read_the_same_rows(make_dataset: Make, rows: list[tuple[list[int], int]]) -> None:
+    dataset = make_dataset(rows)
+    wrong: list[int] = []
+
+    def check(offset: int) -> None:
+        for i in range(2000):
+            at = (i * 7 + offset) % len(rows)
+            if dataset.row(at)[0].tolist() != rows[at][0]:
+                wrong.append(at)
+
+    threads = [threading.Thread(target=check, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_interrupted_writing_leaves_nothing(tmp_path: Path) -> None:
+    place = tmp_path / "dataset"
+    with pytest.raises(KeyboardInterrupt), store.writing(place) as writer:
+        writer.add(np.array([1, 2, 3]), np.array([False, True, True]), 1)
+        raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_interrupted_overwriting_keeps_the_old(make_dataset: Make, rows: list[tuple[list[int], int]]) -> None:
+    folder = make_dataset(rows).folder
+    with pytest.raises(KeyboardInterrupt), store.writing(folder, overwrite=True):
+        raise KeyboardInterrupt
+    assert_holds(open_dataset(folder), rows)
+
+
+def test_a_taken_place_is_refused(make_dataset: Make, rows: list[tuple[list[int], int]], tmp_path: Path) -> None:
+    folder = make_dataset(rows).folder
+    with pytest.raises(UserError, match="There is a dataset at"), store.writing(folder):
+        pass
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "letter.txt").write_text("dear")
+    with pytest.raises(UserError, match="never replaced"), store.writing(tmp_path / "home", overwrite=True):
+        pass
+
+
+def test_an_unwritable_place_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UserError, match="cannot be written"), store.writing(tmp_path / "file" / "dataset"):
+        pass
+
+
+def damage(folder: Path, kind: str) -> None:
+    data, manifest = folder / "data-00000-of-00001.arrow", folder / "manifest.json"
+    if kind == "no manifest":
+        manifest.unlink()
+    elif kind == "cut manifest":
+        manifest.write_text(manifest.read_text()[:50])
+    elif kind == "newer manifest":
+        manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "version": 99}))
+    elif kind == "other count":
+        manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "rows": 49}))
+    elif kind == "cut data":
+        data.write_bytes(data.read_bytes()[:-900])
+    else:
+        data.unlink()
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("no manifest", "has no manifest.json"),
+        ("cut manifest", "cannot be understood"),
+        ("newer manifest", "version 99"),
+        ("other count", "holds 50 rows, its manifest says 49"),
+        ("cut data", "cannot be opened"),
+        ("no data", "cannot be opened"),
+    ],
+)
+def test_damage_is_one_sentence(make_dataset: Make, rows: list[tuple[list[int], int]], kind: str, message: str) -> None:
+    folder = make_dataset(rows).folder
+    damage(folder, kind)
+    with pytest.raises(UserError, match=message):
+        open_dataset(folder)
+
+
+def test_tokenizer_fingerprint(make_tokenizer: Callable[..., Any]) -> None:
+    one, two = make_tokenizer(), make_tokenizer()
+    made = tokenizer_fingerprint(one)
+    two(["a", "b b b"], padding="longest", truncation=True, max_length=2)
+    assert tokenizer_fingerprint(two) == made, "padding is the state of a call"
+    two.add_tokens(["<new>"])
+    assert tokenizer_fingerprint(two) != made
+
+
+def test_another_tokenizer_is_refused_naming_both(make_dataset: Make, rows: list[tuple[list[int], int]]) -> None:
+    manifest = make_dataset(rows).manifest
+    check_fits(manifest, "f" * 64, "other/target")
+    with pytest.raises(UserError, match="ffff.*other/target.*aaaa"):
+        check_fits(replace(manifest, origin=replace(manifest.origin, target="tiny")), "a" * 64, "other/target")

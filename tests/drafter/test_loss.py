@@ -1,0 +1,37 @@
+"""The frozen-head loss against torch's cross-entropy."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from paceline.drafter.loss import frozen_head_loss
+
+
+@pytest.mark.parametrize("logits_bytes", [1, 5 * 50 * 8, 1 << 20])
+def test_loss_gradient_and_hits_equal_cross_entropy(logits_bytes: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(23, 16, dtype=torch.float64, generator=generator, requires_grad=True)
+    head = torch.randn(50, 16, dtype=torch.float64, generator=generator)
+    labels = torch.randint(50, (23,), generator=generator)
+    weights = torch.rand(23, dtype=torch.float64, generator=generator)
+    weights[::5] = 0
+
+    logits = hidden @ head.T
+    expected = (F.cross_entropy(logits, labels, reduction="none") * weights).sum()
+    (expected_gradient,) = torch.autograd.grad(expected * 3, hidden)
+
+    loss, hits = frozen_head_loss(hidden, head, labels, weights, logits_bytes=logits_bytes)
+    (gradient,) = torch.autograd.grad(loss * 3, hidden)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(gradient, expected_gradient)
+    assert torch.equal(hits, logits.argmax(-1) == labels)
+
+
+def test_a_bfloat16_head_keeps_the_loss_in_float32() -> None:
+    hidden = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+    head = torch.randn(32, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
+    labels = torch.arange(8)
+    loss, _ = frozen_head_loss(hidden, head, labels, torch.ones(8), logits_bytes=1 << 20)
+    expected = F.cross_entropy((hidden.bfloat16() @ head.T).float(), labels, reduction="sum")
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, expected)

@@ -1,0 +1,87 @@
+"""Which targets are found and which are refused, in one sentence."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from paceline.records import UserError
+from paceline.target.load import TargetFacts, describe, load_tokenizer, resolve
+
+
+def test_facts_of_a_folder(tiny: TargetFacts, tied: TargetFacts) -> None:
+    assert (tiny.num_layers, tiny.hidden_size, tiny.vocab_size, tiny.head_dim) == (6, 64, 128, 16)
+    assert (tied.heads, tied.kv_heads, tied.head_dim, tied.eos_ids) == (3, 1, 16, (2,))
+    assert tiny.revision != tied.revision
+
+
+def test_a_changed_weight_file_changes_the_revision(tiny_folder: Path, tmp_path: Path, tiny: TargetFacts) -> None:
+    copy = shutil.copytree(tiny_folder, tmp_path / "copy")
+    assert describe(str(copy)).revision == tiny.revision
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"rope_theta": 5.0}))
+    assert describe(str(copy)).revision != tiny.revision
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no target folder .*nowhere"):
+        resolve(str(tmp_path / "nowhere"))
+
+
+def test_a_hub_id_needs_a_revision_and_its_absence_offline_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="hub id, so target.revision must name a commit"):
+        resolve("some-org/some-model")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(UserError, match="neither a folder, nor in the local cache"):
+        resolve("some-org/some-model", "0123abcd")
+
+
+def test_a_hub_id_in_the_local_cache_needs_no_network(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = "a" * 40
+    snapshot = tmp_path / "models--some-org--tiny" / "snapshots" / commit
+    shutil.copytree(tiny_folder, snapshot)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub._snapshot_download.constants.HF_HUB_CACHE", str(tmp_path))
+    assert resolve("some-org/tiny", commit) == snapshot
+
+
+@pytest.mark.parametrize(
+    ("missing", "said"), [("*.safetensors", "no \\*.safetensors"), ("config.json", "no config.json")]
+)
+def test_an_incomplete_folder_is_refused(tiny_folder: Path, tmp_path: Path, missing: str, said: str) -> None:
+    copy = shutil.copytree(tiny_folder, tmp_path / "copy")
+    for path in copy.glob(missing):
+        path.unlink()
+    with pytest.raises(UserError, match=said):
+        resolve(str(copy))
+
+
+@pytest.mark.parametrize(
+    "change", [{"final_logit_softcapping": 30.0}, {"model_type": "gemma3_text"}, {"logit_scale": 2}]
+)
+def test_a_target_whose_conventions_are_not_followed_is_refused(
+    tiny_folder: Path, tmp_path: Path, change: dict
+) -> None:
+    copy = shutil.copytree(tiny_folder, tmp_path / "copy")
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(UserError, match="not follow|not supported"):
+        describe(str(copy))
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(tiny_folder, tmp_path / "copy")
+    for path in copy.glob("tokenizer*"):
+        path.unlink()
+    with pytest.raises(UserError, match="no tokenizer.json"):
+        load_tokenizer(str(copy))
+
+
+def test_a_config_that_is_not_json_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(tiny_folder, tmp_path / "copy")
+    (copy / "config.json").write_text("{")
+    with pytest.raises(UserError, match="cannot be read as a model configuration"):
+        describe(str(copy))

@@ -1,0 +1,162 @@
+"""The one-shape step against a plain loop over blocks, and against other ways of cutting the same data."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from paceline import blocks
+from paceline.config import DataSettings, DrafterSettings, TrainSettings
+from paceline.data import loader
+from paceline.data.store import CompletionDataset, open_dataset
+from paceline.drafter.ends import FrozenEnds
+from paceline.drafter.model import Drafter
+from paceline.records import FeatureBatch, StepReport, TokenBatch
+from paceline.target.load import TargetFacts, load_ends
+from paceline.target.model import FeatureTarget
+from paceline.train.step import DrafterStep
+
+SETTINGS = TrainSettings(
+    epochs=1, context_slots=200, anchor_slots=40, anchors_per_sample=6, batches_per_step=100, dtype="float32", seed=5
+)
+
+
+@pytest.fixture(scope="module")
+def target(tiny: TargetFacts, shape: DrafterSettings) -> FeatureTarget:
+    return FeatureTarget(tiny, shape.taps, dtype=torch.float64, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def ends(tiny: TargetFacts) -> FrozenEnds:
+    return load_ends(tiny).to("cpu", torch.float64)
+
+
+@pytest.fixture
+def dataset(write_dataset: Callable[..., Path], random_rows: list) -> CompletionDataset:
+    return open_dataset(write_dataset(random_rows))
+
+
+def features_of(target: FeatureTarget, tokens: TokenBatch) -> FeatureBatch:
+    positions = torch.cat([torch.arange(length) for length in tokens.lengths])
+    return FeatureBatch(tokens, target.features(tokens.input_ids, tokens.lengths), positions)
+
+
+def make_step(tiny: TargetFacts, shape: DrafterSettings, ends: FrozenEnds, settings: TrainSettings) -> DrafterStep:
+    return DrafterStep(Drafter(shape, tiny.hidden_size).initialise(0).double(), ends, settings)
+
+
+def one_step(
+    step: DrafterStep, target: FeatureTarget, dataset: CompletionDataset, data: DataSettings
+) -> tuple[StepReport, list[torch.Tensor]]:
+    """Run the micro-batches of the first step and return its sums and summed gradients."""
+    step.clear()
+    for tokens in loader.micro_batches(dataset, data, step.settings, step.drafter.settings.block_size):
+        batch = features_of(target, tokens)
+        step.load(batch)
+        step.micro()
+    return step.report(batch, 0.0, torch.tensor(0.0)), [p.grad.clone() for p in step.drafter.parameters()]
+
+
+def data_settings(**changes: object) -> DataSettings:
+    return DataSettings.model_validate({"dataset": "", "align": 8, "token_budget": 160, "buckets": 3} | changes)
+
+
+def plain_loop(
+    drafter: Drafter, ends: FrozenEnds, target: FeatureTarget, dataset: CompletionDataset, settings: TrainSettings
+) -> tuple[torch.Tensor, float, list[int]]:
+    """The loss stated block by block, without masks: a block reads its own sample's features before its anchor."""
+    shape = drafter.settings
+    B, weights = shape.block_size, blocks.slot_weights(shape.block_size, blocks.default_gamma(shape.block_size))
+    total, weight_sum, accepted = torch.zeros((), dtype=torch.float64), 0.0, [0] * (B - 1)
+    for row in range(len(dataset)):
+        ids, mask = dataset.row(row)
+        features = target.features(torch.from_numpy(ids)[None], (len(ids),)).clone()
+        drawn = blocks.sample_anchors(
+            blocks.anchor_candidates(mask), settings.anchors_per_sample, seed=settings.seed, epoch=0, sample=row
+        )
+        for anchor in drawn.tolist():
+            context = drafter.context(features[None, :anchor], torch.arange(anchor)[None])
+            tokens = torch.tensor([[int(ids[anchor])] + [shape.mask_token_id] * (B - 1)])
+            everything = torch.ones(1, B, anchor + B, dtype=torch.bool)
+            hidden = drafter(ends.embed(tokens), anchor + torch.arange(B)[None], context, everything)
+            logits = ends.logits(hidden)[0]
+            right = True
+            for slot in range(1, B):
+                place = anchor + slot
+                if place >= len(ids) or not mask[place]:
+                    break
+                label = torch.tensor(int(ids[place]))
+                total = total + weights[slot] * F.cross_entropy(logits[slot], label)
+                weight_sum += float(weights[slot])
+                right = right and int(logits[slot].argmax()) == int(label)
+                accepted[slot - 1] += right
+    return total, weight_sum, accepted
+
+
+def test_loss_and_gradients_equal_a_plain_loop_over_blocks(tiny, shape, target, ends, dataset) -> None:
+    step = make_step(tiny, shape, ends, SETTINGS)
+    report, gradients = one_step(step, target, dataset, data_settings())
+    fresh = Drafter(shape, tiny.hidden_size).initialise(0).double()
+    total, weight_sum, accepted = plain_loop(fresh, ends, target, dataset, SETTINGS)
+    expected = torch.autograd.grad(total, list(fresh.parameters()))
+    assert report.loss_sum == pytest.approx(total.item(), rel=1e-9)
+    assert report.weight_sum == pytest.approx(weight_sum, rel=1e-12)
+    assert list(report.accepted_K) == accepted
+    for (name, _), ours, theirs in zip(fresh.named_parameters(), gradients, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-9, msg=name)
+
+
+OTHER_WAYS = {
+    "one bucket, much padding": ({"buckets": 1, "token_budget": 10000}, {}),
+    "one sample a batch": ({"max_batch": 1}, {}),
+    "other edges": ({"edges": (24, 40), "token_budget": 80}, {}),
+    "small micro-batches": ({}, {"context_slots": 50, "anchor_slots": 6}),
+    "large micro-batches, mostly unused": ({}, {"context_slots": 2000, "anchor_slots": 400}),
+    "small buffer of logits": ({}, {"logits_mib": 1}),
+}
+
+
+@pytest.mark.parametrize("way", OTHER_WAYS, ids=str)
+def test_the_loss_does_not_depend_on_how_the_data_is_cut(tiny, shape, target, ends, dataset, way: str) -> None:
+    data, train = OTHER_WAYS[way]
+    report, gradients = one_step(make_step(tiny, shape, ends, SETTINGS), target, dataset, data_settings())
+    settings = SETTINGS.model_copy(update=train)
+    other, other_gradients = one_step(make_step(tiny, shape, ends, settings), target, dataset, data_settings(**data))
+    assert other.loss == pytest.approx(report.loss, rel=1e-9)
+    assert other.accepted_K == report.accepted_K
+    assert other.available_K == report.available_K
+    for ours, theirs in zip(other_gradients, gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
+
+
+def test_update_is_clipped_adamw_on_the_weighted_mean(tiny, shape, target, ends, dataset) -> None:
+    settings = SETTINGS.model_copy(update={"clip": 0.05, "weight_decay": 0.1})
+    step = make_step(tiny, shape, ends, settings)
+    reference = Drafter(shape, tiny.hidden_size).initialise(0).double()
+    decayed = [p for p in reference.parameters() if p.ndim > 1]
+    plain = [p for p in reference.parameters() if p.ndim == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}], lr=1e-3, betas=(0.9, 0.95)
+    )
+    for _ in range(3):
+        report, _ = one_step(step, target, dataset, data_settings())
+        norm = step.update(1e-3)
+        total, weight_sum, _ = plain_loop(reference, ends, target, dataset, settings)
+        optimizer.zero_grad()
+        (total / weight_sum).backward()
+        expected_norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.05)
+        optimizer.step()
+        assert report.loss == pytest.approx(total.item() / weight_sum, rel=1e-7)
+        assert float(norm) == pytest.approx(float(expected_norm), rel=1e-6)
+        assert float(norm) > 0.05
+    for ours, theirs in zip(step.drafter.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-8)
+
+
+def test_empty_buffers_give_no_loss_and_no_gradient(tiny, shape, ends) -> None:
+    step = make_step(tiny, shape, ends, SETTINGS)
+    step.micro()
+    assert step.sums.tolist() == [0, 0]
+    assert all(float(p.grad.abs().max()) == 0 for p in step.drafter.parameters())
