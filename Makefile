@@ -1,7 +1,8 @@
-# paceline's commands; `make help` lists them. Needs git, Python 3.11 or newer with venv and headers, a C++ compiler.
+# paceline's commands; `make help` lists them. They need git, Python 3.11 or newer (with venv and headers) and a C++
+# compiler.
 #
-# Each virtual environment is complete once its stamp (.complete) lies in it. A stamp that is older than what it hangs on
-# brings the environment up to date in place; a missing one, after an interrupted set-up too, builds it from scratch.
+# Each virtual environment is complete once its stamp (.complete) lies in it. Where the stamp is older than what it hangs
+# on, the environment is brought up to date in place; where it is missing (a set-up was interrupted), built from scratch.
 
 PYTHON ?= python3
 DEMO_ARGS ?=
@@ -86,7 +87,8 @@ demo: $(VENV)/.complete ## Train, measure and export a real drafter on this mach
 	$(VENV)/bin/paceline demo $(DEMO_ARGS)
 
 # One shell command, so that `make test` can time it.
-RUN_LINT = $(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && $(VENV)/bin/mypy && $(VENV)/bin/lint-imports --no-logo
+RUN_LINT = $(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && $(VENV)/bin/mypy && \
+	$(VENV)/bin/lint-imports --no-logo
 
 lint: $(VENV)/.complete ## Style, types and the direction of imports
 	@$(RUN_LINT)

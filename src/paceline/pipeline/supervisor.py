@@ -64,6 +64,7 @@ class Supervisor:
         self._on_state = on_state
         self._reports: queue.Queue[RoleState] = queue.Queue()
         self._go = threading.Event()
+        self._stopping = False
         self._threads: list[threading.Thread] = []
 
     def run(self, ready_timeout_s: float) -> None:
@@ -135,6 +136,8 @@ class Supervisor:
             facts = role.warm()
             tell("ready", facts=facts)
             self._go.wait()
+            if self._stopping:
+                raise self._ended
             tell("running")
             role.run()
             tell("done")
@@ -144,6 +147,7 @@ class Supervisor:
             tell("failed", error=error)
 
     def _stop(self) -> None:
+        self._stopping = True
         self._release()
         self._go.set()
         until = time.monotonic() + GRACE_S

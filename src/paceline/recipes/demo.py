@@ -7,7 +7,7 @@ import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -44,6 +44,7 @@ class Size:
     max_batch: int
     batches_per_step: int
     epochs: int
+    optimizer: Literal["adamw", "muon"]
     lr: float
     timed_prompts: int
     untrained_prompts: int
@@ -65,12 +66,13 @@ SIZES = {
         max_batch=4,
         batches_per_step=1,
         epochs=4,
-        lr=2e-3,
+        optimizer="muon",
+        lr=4e-3,
         timed_prompts=2,
         untrained_prompts=2,
     ),
     "cpu": Size(
-        prompts=480,
+        prompts=720,
         held_out=32,
         max_new_tokens=64,
         generate_rows=64,
@@ -79,12 +81,13 @@ SIZES = {
         block_size=8,
         context_slots=1024,
         anchor_slots=96,
-        anchors_per_sample=24,
+        anchors_per_sample=12,
         token_budget=1024,
-        max_batch=4,
+        max_batch=8,
         batches_per_step=1,
-        epochs=5,
-        lr=2e-3,
+        epochs=7,
+        optimizer="muon",
+        lr=4e-3,
         timed_prompts=6,
         untrained_prompts=8,
     ),
@@ -103,7 +106,8 @@ SIZES = {
         max_batch=32,
         batches_per_step=2,
         epochs=4,
-        lr=1e-3,
+        optimizer="muon",
+        lr=2e-3,
         timed_prompts=16,
         untrained_prompts=32,
     ),
@@ -197,7 +201,9 @@ def demo_settings(run: Path, folder: Path, size: Size, gpus: list[str]) -> RunSe
             anchor_slots=size.anchor_slots,
             anchors_per_sample=size.anchors_per_sample,
             batches_per_step=size.batches_per_step,
+            optimizer=size.optimizer,
             lr=size.lr,
+            logits_mib=1024 if gpus else 64,
         ),
         pipeline=pipeline_for(gpus, **threads, **cache),
     )

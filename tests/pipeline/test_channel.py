@@ -1,0 +1,94 @@
+"""The ordered channel: order, bound, end and stop."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from paceline.pipeline.channel import Closed, OrderedChannel
+from paceline.records import BlockSet, FeatureBatch, TokenBatch
+
+EMPTY = torch.zeros(0, dtype=torch.long)
+BLOCKS = BlockSet(EMPTY, EMPTY, EMPTY, EMPTY, torch.zeros(0, 4, dtype=torch.long), torch.zeros(0, 4, dtype=torch.bool))
+
+
+def batch(seq: int, tokens: int = 4) -> FeatureBatch:
+    """A feature batch of 4 bytes a token."""
+    record = TokenBatch(seq, 0, seq, True, (seq,), torch.zeros(1, tokens, dtype=torch.long), (tokens,), BLOCKS)
+    return FeatureBatch(record, torch.zeros(tokens, 1), torch.arange(tokens))
+
+
+def test_batches_come_out_in_order_whoever_made_them() -> None:
+    channel = OrderedChannel(credit_bytes=10**6)
+    for seq in (2, 0, 3, 1):
+        channel.put(batch(seq))
+    channel.finish(4)
+    assert [b.tokens.seq for b in channel] == [0, 1, 2, 3]
+
+
+def test_a_sender_waits_for_credit_but_never_with_the_batch_that_is_due() -> None:
+    channel = OrderedChannel(credit_bytes=40)
+    channel.put(batch(1))
+    channel.put(batch(2))
+    assert channel.waiting_bytes == 32
+    passed = threading.Event()
+
+    def late() -> None:
+        channel.put(batch(3))
+        passed.set()
+
+    threading.Thread(target=late, daemon=True).start()
+    assert not passed.wait(0.2)  # 48 bytes would wait
+    channel.put(batch(0))  # over the credit, but due
+    stream = iter(channel)
+    assert next(stream).tokens.seq == 0
+    assert next(stream).tokens.seq == 1
+    assert passed.wait(5)
+    channel.finish(4)
+    assert [b.tokens.seq for b in stream] == [2, 3]
+
+
+def test_a_batch_larger_than_the_credit_passes_when_it_is_due() -> None:
+    channel = OrderedChannel(credit_bytes=1)
+    channel.put(batch(0, tokens=1000))
+    assert next(iter(channel)).tokens.seq == 0
+
+
+@pytest.mark.parametrize("who", ["sender", "receiver"])
+def test_stop_wakes_who_waits(who: str) -> None:
+    channel = OrderedChannel(credit_bytes=1)
+    ended = threading.Event()
+
+    def work() -> None:
+        with pytest.raises(Closed):
+            if who == "sender":
+                channel.put(batch(5))
+            else:
+                next(iter(channel))
+        ended.set()
+
+    threading.Thread(target=work, daemon=True).start()
+    time.sleep(0.1)
+    channel.stop()
+    assert ended.wait(5)
+
+
+def test_many_senders_and_a_small_credit_lose_nothing() -> None:
+    channel = OrderedChannel(credit_bytes=50)
+    numbers = iter(range(300))
+    lock = threading.Lock()
+
+    def send() -> None:
+        while True:
+            with lock:
+                seq = next(numbers, None)
+            if seq is None:
+                return
+            time.sleep((seq * 7 % 5) / 10000)
+            channel.put(batch(seq))
+
+    channel.finish(300)
+    for _ in range(5):
+        threading.Thread(target=send, daemon=True).start()
+    assert [b.tokens.seq for b in channel] == list(range(300))

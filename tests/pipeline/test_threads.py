@@ -1,0 +1,164 @@
+"""A whole run in threads: the loss curve does not depend on replicas, caches or credits, and faults end it."""
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from paceline.config import RunSettings, dump_settings, load_settings
+from paceline.observe.console import Console
+from paceline.recipes.train import train
+from paceline.records import RunError, UserError
+from paceline.target.model import FeatureTarget
+from paceline.train.step import DrafterStep
+
+
+@pytest.fixture
+def settings(tmp_path: Path, tiny_folder: Path, shape: Any, write_dataset: Callable[..., Path], random_rows: list) -> Any:
+    """Return a maker of settings: 24 samples, micro-batches of a few, at most 20 steps."""
+    dataset = write_dataset(random_rows)
+
+    def make(name: str, **changes: dict[str, object]) -> RunSettings:
+        tree = {
+            "run_dir": str(tmp_path / name),
+            "target": {"model": str(tiny_folder), "dtype": "float32"},
+            "drafter": shape.model_dump(),
+            "data": {"dataset": str(dataset), "token_budget": 120, "align": 8, "buckets": 3, "reshuffle": "batches"},
+            "train": {
+                "epochs": 20,
+                "max_steps": 20,
+                "context_slots": 100,
+                "anchor_slots": 16,
+                "anchors_per_sample": 4,
+                "dtype": "float32",
+                "log_every": 1,
+                "lr": 1e-2,
+            },
+            "pipeline": {"targets": ["cpu"], "drafters": ["cpu"]},
+        }
+        for section, values in changes.items():
+            tree[section] |= values  # type: ignore[operator]
+        return RunSettings.model_validate(tree)
+
+    return make
+
+
+def run(settings: RunSettings) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train and return the exact loss of every step and the final weights."""
+    train(settings, console=Console(json=True))
+    events = [json.loads(line) for line in (Path(settings.run_dir) / "events.jsonl").read_text().splitlines()]
+    losses = [event["loss_sum"] for event in events if event["event"] == "step"]
+    return losses, load_file(Path(settings.run_dir) / "drafter" / "model.safetensors")
+
+
+OTHERS = {
+    "two replicas": {"pipeline": {"targets": ["cpu", "cpu"]}},
+    "three replicas and hardly any credit": {"pipeline": {"targets": ["cpu"] * 3, "credit_gib": 1e-6}},
+    "features kept in memory": {"pipeline": {"feature_cache": "memory"}},
+    "features kept on disk": {"pipeline": {"feature_cache": "disk"}},
+    "a cache with room for a part": {"pipeline": {"feature_cache": "memory", "feature_cache_gib": 2e-4}},
+}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_losses_and_weights_are_bit_identical_however_features_are_made(settings: Any, optimizer: str) -> None:
+    expected, weights = run(settings("one", train={"optimizer": optimizer}))
+    assert len(expected) == 20
+    assert expected[-1] < expected[0]
+    for name, changes in OTHERS.items():
+        losses, other = run(settings(name.replace(" ", "-"), train={"optimizer": optimizer}, **changes))
+        assert losses == expected, name
+        assert all(torch.equal(other[key], weights[key]) for key in weights), name
+
+
+def test_the_cache_spares_the_target(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    features = FeatureTarget.features
+
+    def counted(self: FeatureTarget, *args: Any) -> torch.Tensor:
+        calls.append(threading.current_thread().name)
+        return features(self, *args)
+
+    monkeypatch.setattr(FeatureTarget, "features", counted)
+    run(settings("plain"))
+    without = len(calls)
+    calls.clear()
+    run(settings("kept", pipeline={"feature_cache": "memory"}))
+    epoch = len({tuple(batch) for batch in _plan_rows(settings)})
+    assert len(calls) == 1 + epoch  # one rehearsal, then each micro-batch once
+    assert without > 2 * len(calls)
+
+
+def _plan_rows(settings: Any) -> list[tuple[int, ...]]:
+    from paceline.data import loader
+    from paceline.data.store import open_dataset
+
+    tree = settings("unused")
+    dataset = open_dataset(Path(tree.data.dataset))
+    cuts = loader.schedule(dataset.lengths, dataset.candidates, tree.data, tree.train)
+    return [cut.rows for cut in cuts]
+
+
+def test_the_saved_settings_give_the_same_run_again(settings: Any, tmp_path: Path) -> None:
+    first = settings("first")
+    losses, _ = run(first)
+    saved = tmp_path / "first" / "settings.yaml"
+    assert load_settings(saved) == first
+    again, _ = run(load_settings(saved, [f"run_dir={tmp_path / 'again'}"]))
+    assert again == losses
+    assert dump_settings(first) == saved.read_text()
+
+
+@pytest.mark.parametrize("role", ["target replica 1", "drafter rank 0"])
+def test_a_fault_in_any_role_ends_the_run_named_within_seconds(
+    settings: Any, monkeypatch: pytest.MonkeyPatch, role: str
+) -> None:
+    owner, method = (FeatureTarget, "features") if role.startswith("target") else (DrafterStep, "load")
+    whole = getattr(owner, method)
+    calls = {"count": 0}
+
+    def failing(self: Any, *args: Any) -> Any:
+        if threading.current_thread().name == role:
+            calls["count"] += 1
+            if calls["count"] == 3:
+                raise RuntimeError("device lost")
+        return whole(self, *args)
+
+    monkeypatch.setattr(owner, method, failing)
+    tree = settings("failing", pipeline={"targets": ["cpu", "cpu"]})
+    began = time.monotonic()
+    with pytest.raises(RunError, match=rf"^{role} on cpu failed while running \(.*micro-batch \d+.*\): RuntimeError: device"):
+        train(tree, console=Console(json=True))
+    assert time.monotonic() - began < 20
+    events = [json.loads(line) for line in (Path(tree.run_dir) / "events.jsonl").read_text().splitlines()]
+    assert events[-1]["event"] == "failed"
+    assert role in events[-1]["message"]
+    assert not (Path(tree.run_dir) / "drafter").exists()
+    assert not any("target" in t.name or "drafter" in t.name for t in threading.enumerate())
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(settings: Any) -> None:
+    with pytest.raises(RunError, match=r"drafter rank 0 .*not finite.*rows \["):
+        run(settings("hot", train={"lr": 1e30, "clip": 1e30}))
+
+
+def test_every_event_carries_the_schema_version(settings: Any) -> None:
+    tree = settings("events")
+    run(tree)
+    events = [json.loads(line) for line in (Path(tree.run_dir) / "events.jsonl").read_text().splitlines()]
+    assert {event["schema"] for event in events} == {1}
+    assert {event["event"] for event in events} == {"plan", "role", "step", "trained"}
+    steps = [event for event in events if event["event"] == "step"]
+    assert [event["step"] for event in steps] == list(range(20))
+
+
+def test_a_finished_run_is_not_overwritten(settings: Any) -> None:
+    run(settings("done"))
+    with pytest.raises(UserError, match="already holds a trained drafter"):
+        run(settings("done"))

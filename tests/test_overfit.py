@@ -1,0 +1,79 @@
+"""Trained on a target's own completions until the loss is gone, a drafter is accepted almost whole by real decoding.
+
+Shifted labels, features of the anchor leaking into training and taps off by one all pass a loss curve and fail here.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.config import DataSettings, DrafterSettings, TrainSettings
+from paceline.data import loader
+from paceline.data.store import open_dataset
+from paceline.decode.generate import generate
+from paceline.decode.speculate import speculate
+from paceline.drafter.model import Drafter
+from paceline.records import FeatureBatch
+from paceline.target.load import TargetFacts, load_ends
+from paceline.target.model import DecodingTarget, FeatureTarget
+from paceline.train.optim import learning_rate
+from paceline.train.step import DrafterStep
+
+B = 8
+PROMPT, ANSWER = 6, 8 * B + 2
+
+
+@pytest.fixture
+def completions(tiny: TargetFacts) -> list[tuple[list[int], int]]:
+    """Eight greedy completions of at least 8 blocks that do not stop early, with their prompts."""
+    generator = torch.Generator().manual_seed(11)
+    prompts = [torch.randint(4, 128, (PROMPT,), generator=generator).tolist() for _ in range(40)]
+    target = DecodingTarget(tiny, (), dtype=torch.float32, device="cpu")
+    done = dict(generate(target, prompts, max_new_tokens=ANSWER, rows=40))
+    whole = [c for _, c in sorted(done.items()) if c.finish == "length" and 3 not in c.token_ids][:8]
+    assert len(whole) == 8
+    return [([*c.prompt_ids, *c.token_ids], PROMPT) for c in whole]
+
+
+def test_an_overfitted_drafter_is_accepted_almost_whole(
+    tiny: TargetFacts,
+    shape: DrafterSettings,
+    completions: list[tuple[list[int], int]],
+    write_dataset: Callable[..., Path],
+) -> None:
+    settings = shape.model_copy(update={"block_size": B})
+    train = TrainSettings(
+        epochs=400,
+        context_slots=8 * (PROMPT + ANSWER),
+        anchor_slots=8 * 32,
+        anchors_per_sample=32,
+        dtype="float32",
+        lr=1e-2,
+        optimizer="muon",
+    )
+    dataset = open_dataset(write_dataset(completions))
+    drafter = Drafter(settings, tiny.hidden_size).initialise(0)
+    ends = load_ends(tiny)
+    step = DrafterStep(drafter, ends, train)
+    features = FeatureTarget(tiny, settings.taps, dtype=torch.float32, device="cpu")
+    loss = float("inf")
+    for tokens in loader.micro_batches(dataset, DataSettings(dataset=""), train, B):
+        step.clear()
+        positions = torch.cat([torch.arange(length) for length in tokens.lengths])
+        batch = FeatureBatch(tokens, features.features(tokens.input_ids, tokens.lengths), positions)
+        step.load(batch)
+        step.micro()
+        norm = step.update(learning_rate(tokens.step, 400, train))
+        loss = step.report(batch, 0.0, norm).loss
+        if loss < 0.05 and tokens.step > 100:
+            break
+    assert loss < 0.05
+    target = DecodingTarget(tiny, settings.taps, dtype=torch.float32, device="cpu")
+    prompts = [ids[:PROMPT] for ids, _ in completions]
+    done = dict(speculate(target, drafter.eval(), ends, prompts, max_new_tokens=ANSWER, rows=8))
+    for index, (ids, _) in enumerate(completions):
+        assert [*prompts[index], *done[index].token_ids] == ids
+    lengths = [length for c in done.values() for length in c.acceptance_lengths[:-1]]
+    assert sum(lengths) / len(lengths) >= 0.8 * B
