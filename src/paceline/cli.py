@@ -288,6 +288,8 @@ def main() -> None:
         _fail(error, 2)
     except PacelineError as error:
         _fail(error, 1)
+    except OSError as error:  # a full or broken disk, a folder without permission
+        _fail(f"{error.strerror or error}: {error.filename}" if error.filename else error, 1)
     except KeyboardInterrupt:
         _fail("interrupted", 130)
 

@@ -117,7 +117,9 @@ def test_a_role_that_is_not_ready_in_time_is_named_and_does_not_hang_the_run() -
 
 def test_roles_that_disagree_do_not_start() -> None:
     one, other = FakeRole("target replica 0"), FakeRole("drafter rank 0", warm=lambda: {"taps": (1, 3)})
-    with pytest.raises(RunError, match=r"target replica 0 and drafter rank 0 disagree on the taps: \(1, 2\) against \(1, 3"):
+    with pytest.raises(
+        RunError, match=r"target replica 0 and drafter rank 0 disagree on the taps: \(1, 2\) against \(1, 3"
+    ):
         supervise(one, other)
 
 

@@ -20,7 +20,9 @@ from paceline.train.step import DrafterStep
 
 
 @pytest.fixture
-def settings(tmp_path: Path, tiny_folder: Path, shape: Any, write_dataset: Callable[..., Path], random_rows: list) -> Any:
+def settings(
+    tmp_path: Path, tiny_folder: Path, shape: Any, write_dataset: Callable[..., Path], random_rows: list
+) -> Any:
     """Return a maker of settings: 24 samples, micro-batches of a few, at most 20 steps."""
     dataset = write_dataset(random_rows)
 
@@ -133,7 +135,9 @@ def test_a_fault_in_any_role_ends_the_run_named_within_seconds(
     monkeypatch.setattr(owner, method, failing)
     tree = settings("failing", pipeline={"targets": ["cpu", "cpu"]})
     began = time.monotonic()
-    with pytest.raises(RunError, match=rf"^{role} on cpu failed while running \(.*micro-batch \d+.*\): RuntimeError: device"):
+    with pytest.raises(
+        RunError, match=rf"^{role} on cpu failed while running \(.*micro-batch \d+.*\): RuntimeError: device"
+    ):
         train(tree, console=Console(json=True))
     assert time.monotonic() - began < 20
     events = [json.loads(line) for line in (Path(tree.run_dir) / "events.jsonl").read_text().splitlines()]

@@ -6,6 +6,7 @@ come from Arrow's list offsets, and a row is touched only when it is asked for.
 Shapes: N rows, S tokens of a row.
 """
 
+import errno
 import hashlib
 import json
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 from jaxtyping import Bool, Int
 
-from paceline.records import UserError
+from paceline.records import RunError, UserError
 
 VERSION = 1
 SCHEMA = pa.schema(
@@ -139,7 +140,8 @@ def writing(folder: Path, *, overwrite: bool = False) -> Iterator[DatasetWriter]
     """Yield a writer whose rows become the dataset `folder` when the block ends after `finish`; else nothing is left.
 
     Raises:
-        UserError: see check_place, or the disk refuses.
+        UserError: see check_place, or the place cannot be written to.
+        RunError: the disk is full or broken.
     """
     from paceline.checkpoint import whole_folder  # imports torch, which reading a dataset does without
 
@@ -153,7 +155,8 @@ def writing(folder: Path, *, overwrite: bool = False) -> Iterator[DatasetWriter]
                 writer.close()
             assert (aside / "manifest.json").is_file(), "writing() ended without finish()"
     except OSError as error:
-        raise UserError(f"Dataset {folder} cannot be written: {error}. Check the place and its free space.") from None
+        kind = RunError if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO) else UserError
+        raise kind(f"Dataset {folder} cannot be written: {error}. Check the place and its free space.") from None
 
 
 class CompletionDataset:

@@ -1,0 +1,66 @@
+"""On a CUDA device: the same losses as on the CPU, and lossless decoding in float32."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.config import RunSettings
+from paceline.decode.generate import generate
+from paceline.decode.speculate import speculate
+from paceline.drafter.model import Drafter
+from paceline.observe.console import Console
+from paceline.recipes.train import train
+from paceline.target.load import TargetFacts, load_ends
+from paceline.target.model import DecodingTarget
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def losses(tmp_path: Path, tiny_folder: Path, shape: Any, write_dataset: Callable[..., Path], random_rows: list) -> Any:
+    """Return a function that trains 20 steps on given devices and returns every step's loss."""
+    dataset = write_dataset(random_rows)
+
+    def run(name: str, devices: tuple[str, str], dtype: str) -> list[float]:
+        tree = {
+            "run_dir": str(tmp_path / name),
+            "target": {"model": str(tiny_folder), "dtype": dtype},
+            "drafter": shape.model_dump(),
+            "data": {"dataset": str(dataset), "token_budget": 120, "align": 8, "buckets": 3},
+            "train": {"max_steps": 20, "context_slots": 100, "anchor_slots": 16, "anchors_per_sample": 4}
+            | {"dtype": dtype, "log_every": 1, "lr": 1e-3, "epochs": 20},
+            "pipeline": {"targets": [devices[0]], "drafters": [devices[1]]},
+        }
+        train(RunSettings.model_validate(tree), console=Console(json=True))
+        events = [json.loads(line) for line in (tmp_path / name / "events.jsonl").read_text().splitlines()]
+        return [event["loss"] for event in events if event["event"] == "step"]
+
+    return run
+
+
+@pytest.mark.parametrize("devices", [("cuda:0", "cuda:0"), ("cpu", "cuda:0"), ("cuda:0", "cpu")])
+def test_losses_equal_those_of_the_cpu(losses: Any, devices: tuple[str, str]) -> None:
+    expected = losses("cpu", ("cpu", "cpu"), "float32")
+    assert losses("gpu", devices, "float32") == pytest.approx(expected, rel=1e-3)
+
+
+def test_bfloat16_losses_are_near(losses: Any) -> None:
+    expected = losses("cpu", ("cpu", "cpu"), "float32")
+    assert losses("gpu", ("cuda:0", "cuda:0"), "bfloat16") == pytest.approx(expected, rel=0.03)
+
+
+def test_speculative_decoding_is_lossless(tiny: TargetFacts, shape: Any) -> None:
+    generator = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(4, 128, (n,), generator=generator).tolist() for n in (5, 2, 9, 3)]
+    target = DecodingTarget(tiny, shape.taps, dtype=torch.float32, device="cuda:0")
+    drafter = Drafter(shape, tiny.hidden_size).initialise(0).to("cuda:0")
+    ends = load_ends(tiny).to("cuda:0", torch.float32)
+    plain = dict(generate(target, prompts, max_new_tokens=40, rows=4))
+    on_cpu = DecodingTarget(tiny, (), dtype=torch.float32, device="cpu")
+    assert plain == dict(generate(on_cpu, prompts, max_new_tokens=40, rows=4))
+    done = dict(speculate(target, drafter, ends, prompts, max_new_tokens=40, rows=4))
+    assert {i: c.token_ids for i, c in done.items()} == {i: c.token_ids for i, c in plain.items()}

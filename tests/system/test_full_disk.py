@@ -1,0 +1,45 @@
+"""On a disk that fills up, a verb says so in one sentence, exits 1 and leaves nothing half-written."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.system
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KiB."""
+    place = tmp_path / "small"
+    place.mkdir()
+    prefix = [] if os.geteuid() == 0 else ["sudo"]
+    subprocess.run([*prefix, "mount", "-t", "tmpfs", "-o", "size=256k,mode=777", "tmpfs", place], check=True)
+    yield place
+    subprocess.run([*prefix, "umount", place], check=True)
+
+
+def paceline(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "paceline", *map(str, arguments)], capture_output=True, text=True, timeout=120
+    )
+
+
+def test_prepare_onto_a_full_disk(small_disk: Path, tmp_path: Path, tiny_folder: Path) -> None:
+    source = tmp_path / "rows.jsonl"
+    row = {"prompt_ids": [5, 6, 7], "completion_ids": list(range(10, 100)) * 10}
+    source.write_text((json.dumps(row) + "\n") * 3000)
+    done = paceline("prepare", source, "--out", small_disk / "dataset", "--target", tiny_folder)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert "No space left on device" in errors[0]
+    assert list(small_disk.iterdir()) == []
+
+    roomy = paceline("prepare", source, "--out", tmp_path / "dataset", "--target", tiny_folder, "--json")
+    assert json.loads(roomy.stdout)["rows"] == 3000
