@@ -10,10 +10,13 @@ A folder is written aside and renamed, so it is whole or not there.
 
 import json
 import os
+import platform
 import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
@@ -38,6 +41,25 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def save_provenance(run: Path, *, target: dict[str, str], dataset: dict[str, str]) -> None:
+    """Write what made a run: command line, versions, machine, and which target and dataset it read."""
+    packages: dict[str, str | None] = {}
+    for name in ("paceline", "torch", "transformers", "pyarrow", "numpy", "safetensors"):
+        try:
+            packages[name] = version(name)
+        except PackageNotFoundError:
+            packages[name] = None
+    tree = {
+        "argv": sys.argv,
+        "python": platform.python_version(),
+        "machine": platform.platform(),
+        "packages": packages,
+        "target": target,
+        "dataset": dataset,
+    }
+    (run / "provenance.json").write_text(json.dumps(tree, indent=2) + "\n")
 
 
 @dataclass(frozen=True, slots=True)

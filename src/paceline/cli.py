@@ -29,7 +29,9 @@ Device = Annotated[
     str | None, typer.Option(help="Where to run, such as cpu or cuda:0. Default: a GPU if there is one.")
 ]
 Number = Literal["float32", "bfloat16"]
-MaskToken = Annotated[int | None, typer.Option(help="Token id of the mask: an embedding row that data never uses.")]
+MaskToken = Annotated[
+    int | None, typer.Option(min=0, help="Token id of the mask: an embedding row that data never uses.")
+]
 
 
 @app.callback(invoke_without_command=True)
@@ -151,8 +153,13 @@ def generate(
 @app.command()
 def plan(
     what: Annotated[Path, typer.Argument(metavar="DATASET|RUN.yaml", help="A dataset folder or a settings file.")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the order, for a dataset folder.")] = 0,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Settings of a RUN.yaml to change."),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=2**63 - 1, help="Seed of the order, for a dataset folder. Default: 0.")
+    ] = None,
     json: AsJson = False,
 ) -> None:
     """Print the bucket table of an epoch: batches, sizes, padding. Loads no model."""
@@ -232,7 +239,7 @@ def _device(wanted: str | None) -> str:
     if wanted is None:
         return "cuda:0" if torch.cuda.is_available() else "cpu"
     try:
-        torch.empty(0, device=wanted)
+        torch.zeros(1, device=wanted).item()
     except (RuntimeError, AssertionError) as error:
         reason = " ".join(str(error).split())[:120]
         raise UserError(
@@ -289,11 +296,12 @@ def main() -> None:
     except PacelineError as error:
         _fail(error, 1)
     except OSError as error:  # a full or broken disk, a folder without permission
-        _fail(f"{error.strerror or error}: {error.filename}" if error.filename else error, 1)
+        bad_input = isinstance(error, FileExistsError | IsADirectoryError | NotADirectoryError)
+        _fail(f"{error.strerror or error}: {error.filename}" if error.filename else error, 2 if bad_input else 1)
     except KeyboardInterrupt:
         _fail("interrupted", 130)
 
 
 def _fail(error: object, status: int) -> None:
-    print(f"error: {error}", file=sys.stderr)
+    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
     sys.exit(status)

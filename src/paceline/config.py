@@ -4,15 +4,18 @@ Unknown keys are errors, never ignored. This module stays free of torch so that 
 """
 
 import difflib
+import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from paceline.records import UserError
 
 DType = Literal["float32", "bfloat16"]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 def default_taps(num_target_layers: int, num_taps: int) -> tuple[int, ...]:
@@ -31,9 +34,17 @@ def default_taps(num_target_layers: int, num_taps: int) -> tuple[int, ...]:
 
 
 class Section(BaseModel):
-    """A frozen group of settings that refuses unknown keys."""
+    """A frozen group of settings that refuses unknown keys and numbers that are not finite."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_value(cls, value: Any) -> Any:
+        """No setting is one, and pydantic would take true as 1."""
+        if any(isinstance(item, bool) for item in (value if isinstance(value, list | tuple) else [value])):
+            raise PydanticCustomError("truth_value", "must not be true or false")
+        return value
 
 
 class TargetSettings(Section):
@@ -74,7 +85,9 @@ class DataSettings(Section):
 
     dataset: str = Field(description="dataset folder written by `paceline prepare`")
     buckets: int = Field(6, ge=1, description="length buckets; their edges are chosen to waste the least padding")
-    edges: tuple[int, ...] | None = Field(None, description="hand-written upper edges (inclusive), instead of buckets")
+    edges: tuple[int, ...] | None = Field(
+        None, min_length=1, description="hand-written upper edges (inclusive), instead of buckets"
+    )
     align: int = Field(64, ge=1, description="bucket edges are multiples of this many tokens")
     token_budget: int = Field(32768, ge=1, description="padded tokens a batch may hold")
     min_batch: int = Field(1, ge=1, description="samples a batch holds at least, whatever the budget")
@@ -109,13 +122,13 @@ class TrainSettings(Section):
     lr: float = Field(6e-4, gt=0, description="peak learning rate")
     warmup_share: float = Field(0.04, ge=0, lt=1, description="share of the steps in which the rate rises to lr")
     min_lr_ratio: float = Field(0.0, ge=0, le=1, description="rate at the end of the cosine, as a share of lr")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's moment decays; the second is Muon's momentum")
+    betas: tuple[Decay, Decay] = Field((0.9, 0.95), description="AdamW's moment decays; the second is Muon's momentum")
     weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay of matrices")
     clip: float = Field(1.0, gt=0, description="largest gradient norm")
     gamma: float | None = Field(None, gt=0, description="decay of slot weights, exp(-(k-1)/gamma); null: by block_size")
     dtype: DType = Field("bfloat16", description="number format of the drafter's matrix products; weights are float32")
     logits_mib: int = Field(256, ge=1, description="largest buffer of logits, in MiB")
-    seed: int = Field(0, ge=0, description="seed of initial weights, order and anchors")
+    seed: int = Field(0, ge=0, lt=2**63, description="seed of initial weights, order and anchors")
     log_every: int = Field(10, ge=1, description="optimizer steps between two progress events")
 
     @model_validator(mode="after")
@@ -135,7 +148,7 @@ class PipelineSettings(Section):
     target_threads: int = Field(1, ge=1, description="CPU threads of each target replica's matrix products")
     drafter_threads: int = Field(1, ge=1, description="CPU threads of the drafter's matrix products")
     credit_gib: float = Field(2.0, gt=0, description="features that may wait for the drafter, in GiB")
-    ready_timeout_s: float = Field(600.0, gt=0, description="longest start-up of a role, in seconds")
+    ready_timeout_s: float = Field(600.0, gt=0, le=1e6, description="longest start-up of a role, in seconds")
     feature_cache: Literal["off", "memory", "disk"] = Field(
         "off", description="keep features so that later epochs skip the target; needs data.reshuffle: batches"
     )
@@ -145,7 +158,7 @@ class PipelineSettings(Section):
 class RunSettings(Section):
     """Everything a run depends on."""
 
-    run_dir: str = Field(description="folder of the run: settings, events, checkpoints")
+    run_dir: str = Field(min_length=1, description="folder of the run: settings, events, checkpoints")
     target: TargetSettings
     drafter: DrafterSettings
     data: DataSettings
@@ -169,22 +182,24 @@ def load_settings(path: Path, overrides: list[str] | None = None) -> RunSettings
         UserError: the file or an override is missing, malformed, unknown or out of range.
     """
     try:
-        tree = yaml.safe_load(path.read_text())
+        tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except FileNotFoundError:
         raise UserError(f"There is no settings file {path}. Write one with `paceline init`.") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read as text: {error}.") from None
-    except yaml.YAMLError as error:
-        raise UserError(f"{path} is not valid YAML: {_one_line(error)}.") from None
+        raise UserError(f"{path} cannot be read as UTF-8 text: {error}. Check the file.") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise UserError(_malformed(path, error)) from None
     if not isinstance(tree, dict):
-        raise UserError(f"{path} must hold a mapping of settings, found {type(tree).__name__}.")
+        raise UserError(
+            f"{path} must hold a mapping of settings, found {type(tree).__name__}. Write one with `paceline init`."
+        )
     origin = {}
     for text in overrides or []:
-        origin[_apply_override(tree, text)] = f"override {text!r}"
+        origin[_apply_override(tree, text)] = text
     try:
         return RunSettings.model_validate(tree)
     except ValidationError as error:
-        raise UserError(_explain(error, path, origin)) from None
+        raise UserError(explain(error, path, origin)) from None
 
 
 def dump_settings(settings: RunSettings) -> str:
@@ -203,21 +218,53 @@ def dump_settings(settings: RunSettings) -> str:
     return "\n".join(lines) + "\n"
 
 
+class _Loader(yaml.SafeLoader):
+    """Reads YAML 1.2's scalars: `off` is a word, 2e-3 a number, a date a text. A repeated key is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in names:
+                    problem = f"{key.value} is given twice"
+                    raise yaml.constructor.ConstructorError(problem=problem, problem_mark=key.start_mark)
+                names.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes what _Loader reads: a text is in quotes where it would be taken for something else."""
+
+
+for _kind in (_Loader, _Dumper):
+    _kind.yaml_implicit_resolvers = {}  # not the parent's, which are YAML 1.1's
+    for _tag, _pattern, _first in (
+        ("null", r"null|Null|NULL|~|", ["n", "N", "~", ""]),
+        ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+        ("int", r"[-+]?(0|[1-9][0-9]*)", list("-+0123456789")),
+        ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", list("-+.0123456789")),
+        ("float", r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", list("-+.")),
+    ):
+        _kind.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_pattern})\Z"), _first)
+
+
 def _scalar(value: Any) -> str:
     plain = list(value) if isinstance(value, tuple) else value
-    return yaml.safe_dump(plain, default_flow_style=True, width=10**6).removesuffix("\n").removesuffix("\n...")
+    style = '"' if any("\n" in str(item) for item in (plain if isinstance(plain, list) else [plain])) else None
+    text = yaml.dump(plain, Dumper=_Dumper, default_flow_style=True, default_style=style, width=10**6)
+    return text.removesuffix("\n").removesuffix("\n...")
 
 
 def _apply_override(tree: dict[str, Any], text: str) -> str:
     key, sep, raw = text.partition("=")
+    fields = _fields()
     if not sep or not key:
         raise UserError(f"An override has the form section.key=value, got {text!r}.")
-    try:
-        value = yaml.safe_load(raw)
-    except yaml.YAMLError:
-        raise UserError(f"The value of override {text!r} is not valid YAML.") from None
-    if isinstance(value, str):
-        value = _number(value)
+    if key not in fields:
+        raise UserError(f"Unknown setting {key} (in override {text!r}).{_suggest(key)}")
+    inside = [name for name in fields if name.startswith(f"{key}.")]
+    if inside:
+        raise UserError(f"An override sets one key, got the section {key} in {text!r}. Write {inside[0]}=value.")
     *sections, leaf = key.split(".")
     node = tree
     for section in sections:
@@ -225,37 +272,71 @@ def _apply_override(tree: dict[str, Any], text: str) -> str:
         if not isinstance(child, dict):
             raise UserError(f"Override {text!r} treats {section} as a section, but it is a value.")
         node = child
-    node[leaf] = value
+    node[leaf] = _value(text, raw, is_text=fields[key] in (str, str | None))
     return key
 
 
-def _number(text: str) -> str | float:
-    """YAML 1.1 reads `2e-3` as a string; a person means a number."""
+def _value(text: str, raw: str, *, is_text: bool) -> Any:
+    if is_text and raw not in ("", "~", "null") and raw[0] not in "\"'":
+        return raw  # whatever it looks like: revision 12e4567 is no number
     try:
-        return float(text)
-    except ValueError:
-        return text
+        return yaml.load(raw, _Loader)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        raise UserError(
+            f"The value of override {text[:200]!r} is not valid YAML. Write a number, word or list."
+        ) from None
 
 
-def _explain(error: ValidationError, path: Path, origin: dict[str, str]) -> str:
-    sentences = []
+def _malformed(path: Path, error: Exception) -> str:
+    mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
+    place = f"{path}:{mark.line + 1}" if mark else str(path)
+    reason = error.problem if mark and isinstance(error, yaml.MarkedYAMLError) else error
+    return f"{place} is not valid YAML: {' '.join(str(reason).split())}. Correct the file."
+
+
+def explain(error: ValidationError, path: Path | str, origin: dict[str, str]) -> str:
+    """Return what is wrong with settings from `path` and, by key, from the overrides `origin`."""
+    sentences: dict[str, str] = {}  # one a key, the first: what follows from it is not told
     for item in error.errors():
-        key = ".".join(str(part) for part in item["loc"])
-        where = origin.get(key, str(path))
-        if item["type"] == "extra_forbidden":
-            sentences.append(f"Unknown setting {key} (in {where}).{_suggest(key)}")
-        elif item["type"] == "missing":
-            sentences.append(f"Setting {key} is required and missing in {path}.")
-        else:
-            found = "" if isinstance(item["input"], dict) else f", got {item['input']!r}"
-            message = item["msg"].removeprefix("Value error, ")
-            found = "" if "got" in message else found
-            sentences.append(f"{key or 'settings'}: {message}{found} (in {where}).")
-    return " ".join(sentences)
+        key = ".".join(str(part) for part in item["loc"] if not isinstance(part, int))
+        sentences.setdefault(key, _sentence(item, key, path, origin))
+    return " ".join(sentences.values())
+
+
+_RULES = {  # pydantic speaks of Python's types
+    "missing": "must have more items",
+    "string_type": "must be a text, in quotes where it looks like a number",
+    "string_too_short": "must not be empty",
+    "tuple_type": "must be a list such as [a, b]",
+    "model_type": "must be a section of keys",
+    "int_type": "must be a whole number",
+    "int_parsing": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_type": "must be a number",
+    "float_parsing": "must be a number",
+}
+
+
+def _sentence(item: ErrorDetails, key: str, path: Path | str, origin: dict[str, str]) -> str:
+    where = f"in override {origin[key]!r}" if key in origin else f"in {path}"
+    message = item["msg"].removeprefix("Value error, ")
+    if item["type"] == "extra_forbidden":
+        return f"Unknown setting {key} ({where}).{_suggest(key)}"
+    if item["type"] == "missing" and item["loc"][-1] == key.rpartition(".")[2]:
+        return f"Setting {key} is required and missing in {path}. Add it; `paceline init` writes every setting."
+    if item["type"] == "value_error":  # a rule about several keys of a section; its message begins with one of them
+        named = [repr(text) for name, text in origin.items() if re.search(rf"\b{name.rpartition('.')[2]}\b", message)]
+        override = f" with override {', '.join(named)}" if named else ""
+        return f"{key}{'.' * bool(key)}{message} ({where}{override})."
+    at = "".join(f"[{part}]" for part in item["loc"] if isinstance(part, int) and item["type"] != "missing")
+    rule = _RULES.get(item["type"]) or message.replace("Input should be", "must be").replace(
+        "Tuple should have", "must have"
+    ).replace(" after validation", "")
+    return f"{key}{at} {rule}, got {repr(item['input'])[:80]} ({where})."
 
 
 def _suggest(key: str) -> str:
-    known = list(known_keys())
+    known = list(_fields())
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     if not near:
         leaf = key.rsplit(".", 1)[-1]
@@ -263,16 +344,12 @@ def _suggest(key: str) -> str:
     return f" Did you mean {near[0]}?" if near else " `paceline init` writes a file with every setting."
 
 
-def known_keys() -> list[str]:
-    """Return every dotted key of a RUN.yaml."""
-    keys = []
+def _fields() -> dict[str, Any]:
+    """Return every dotted key of a RUN.yaml, a section's keys before the section, and what its type is."""
+    fields: dict[str, Any] = {}
     for name, field in RunSettings.model_fields.items():
         section = field.annotation
         if isinstance(section, type) and issubclass(section, Section):
-            keys += [f"{name}.{key}" for key in section.model_fields]
-        keys.append(name)
-    return keys
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+            fields |= {f"{name}.{key}": info.annotation for key, info in section.model_fields.items()}
+        fields[name] = section
+    return fields

@@ -157,7 +157,7 @@ def test_every_event_carries_the_schema_version(settings: Any) -> None:
     run(tree)
     events = [json.loads(line) for line in (Path(tree.run_dir) / "events.jsonl").read_text().splitlines()]
     assert {event["schema"] for event in events} == {1}
-    assert {event["event"] for event in events} == {"plan", "role", "step", "trained"}
+    assert {event["event"] for event in events} == {"started", "plan", "role", "step", "trained"}
     steps = [event for event in events if event["event"] == "step"]
     assert [event["step"] for event in steps] == list(range(20))
 

@@ -107,8 +107,8 @@ class Layer(nn.Module):
         context: ContextKV,
         mask_GQK: Bool[Tensor, "G Q K"],
     ) -> Float[Tensor, "G Q H"]:
-        x_GQH = x_GQH + self.self_attn(self.input_layernorm(x_GQH), cos, sin, context, mask_GQK)
-        return x_GQH + self.mlp(self.post_attention_layernorm(x_GQH))
+        x_GQH = x_GQH + self.self_attn(_normed(self.input_layernorm, x_GQH), cos, sin, context, mask_GQK)
+        return x_GQH + self.mlp(_normed(self.post_attention_layernorm, x_GQH))
 
 
 class Drafter(nn.Module):
@@ -141,7 +141,7 @@ class Drafter(nn.Module):
 
     def context(self, features_GCD: Float[Tensor, "G C D"], positions_GC: Int[Tensor, "G C"]) -> list[ContextKV]:
         """Return every layer's keys and values of the target's features."""
-        ctx_GCH = self.hidden_norm(self.fc(features_GCD).to(self.hidden_norm.weight.dtype))
+        ctx_GCH = _normed(self.hidden_norm, self.fc(features_GCD))
         cos, sin = self._rotary(positions_GC)
         attentions: list[Attention] = [layer.self_attn for layer in self.layers]  # type: ignore[misc]
         return [attention.keys_values(ctx_GCH, cos, sin) for attention in attentions]
@@ -158,12 +158,13 @@ class Drafter(nn.Module):
         x_GQH = embeds_GQH
         for layer, layer_context in zip(self.layers, context, strict=True):
             x_GQH = layer(x_GQH, cos, sin, layer_context, mask_GQK)
-        return self.norm(x_GQH)
+        return _normed(self.norm, x_GQH)
 
     def _rotary(self, positions: Int[Tensor, "G Q"]) -> tuple[Tensor, Tensor]:
         return rotary(positions, self.settings.head_dim, self.settings.rope_theta, self.fc.weight.dtype)
 
 
 def _normed(norm: nn.RMSNorm, x: Tensor) -> Tensor:
-    """Normalise in the norm's own precision and come back: under autocast x is bfloat16, the weight float32."""
-    return norm(x.to(norm.weight.dtype)).to(x.dtype)
+    """Normalise in the weight's precision, whatever autocast would do with x and the weight, and come back to x's."""
+    with torch.autocast(x.device.type, enabled=False):
+        return norm(x.to(norm.weight.dtype)).to(x.dtype)

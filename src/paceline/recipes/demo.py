@@ -5,15 +5,15 @@ import json
 import resource
 import shutil
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from paceline.config import DataSettings, RunSettings, TargetSettings, TrainSettings
 from paceline.data.prompt_file import Messages
 from paceline.observe.console import Console
+from paceline.recipes.demo_sizes import SIZES, Size
 from paceline.recipes.evaluate import evaluate
 from paceline.recipes.export import export
 from paceline.recipes.generate import generate_completions
@@ -21,97 +21,10 @@ from paceline.recipes.init import choose_mask_token, drafter_for, pipeline_for
 from paceline.recipes.prepare import prepare
 from paceline.recipes.prompts import split_prompts
 from paceline.recipes.train import train
-from paceline.records import UserError
+from paceline.records import RunError, UserError
 from paceline.target.load import describe
 from paceline.target.smollm2 import default_cache, fetch_smollm2
 
-
-@dataclass(frozen=True, slots=True)
-class Size:
-    """How much the demo does."""
-
-    prompts: int
-    held_out: int
-    max_new_tokens: int
-    generate_rows: int  # prompts that run at once
-    taps: tuple[int, ...]
-    layers: int
-    block_size: int
-    context_slots: int
-    anchor_slots: int
-    anchors_per_sample: int
-    token_budget: int  # padded tokens of a plan batch
-    max_batch: int
-    batches_per_step: int
-    epochs: int
-    optimizer: Literal["adamw", "muon"]
-    lr: float
-    timed_prompts: int
-    untrained_prompts: int
-
-
-SIZES = {
-    "ci": Size(
-        prompts=32,
-        held_out=8,
-        max_new_tokens=32,
-        generate_rows=32,
-        taps=(1, 14, 27),
-        layers=1,
-        block_size=8,
-        context_slots=1024,
-        anchor_slots=96,
-        anchors_per_sample=24,
-        token_budget=1024,
-        max_batch=4,
-        batches_per_step=1,
-        epochs=4,
-        optimizer="muon",
-        lr=4e-3,
-        timed_prompts=2,
-        untrained_prompts=2,
-    ),
-    "cpu": Size(
-        prompts=720,
-        held_out=32,
-        max_new_tokens=64,
-        generate_rows=64,
-        taps=(1, 14, 27),
-        layers=2,
-        block_size=8,
-        context_slots=1024,
-        anchor_slots=96,
-        anchors_per_sample=12,
-        token_budget=1024,
-        max_batch=8,
-        batches_per_step=1,
-        epochs=7,
-        optimizer="muon",
-        lr=4e-3,
-        timed_prompts=6,
-        untrained_prompts=8,
-    ),
-    "gpu": Size(
-        prompts=32768,
-        held_out=128,
-        max_new_tokens=128,
-        generate_rows=1024,
-        taps=(1, 8, 14, 20, 27),
-        layers=4,
-        block_size=8,
-        context_slots=8192,
-        anchor_slots=2048,
-        anchors_per_sample=64,
-        token_budget=8192,
-        max_batch=32,
-        batches_per_step=2,
-        epochs=4,
-        optimizer="muon",
-        lr=2e-3,
-        timed_prompts=16,
-        untrained_prompts=32,
-    ),
-}
 SEED = 0
 
 
@@ -157,7 +70,7 @@ def demo(run: Path, *, size_name: str, console: Console) -> dict[str, Any]:
         device=device,
         dtype="float32",
         max_new_tokens=size.max_new_tokens,
-        rows=8,
+        rows=size.evaluate_rows,
         timed_prompts=size.timed_prompts,
         untrained_prompts=size.untrained_prompts,
         console=console,
@@ -176,6 +89,11 @@ def demo(run: Path, *, size_name: str, console: Console) -> dict[str, Any]:
         "peak_rss_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2),
     }
     (run / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+    if not report["lossless"]:
+        raise RunError(
+            f"Speculative decoding changed the target's output at (prompt, token) {report['first_difference']}; see "
+            f"{run / 'report.json'}. This is a fault of paceline: please report it."
+        )
     return report
 
 
@@ -183,7 +101,7 @@ def demo_settings(run: Path, folder: Path, size: Size, gpus: list[str]) -> RunSe
     """Return the run's settings: on the CPU two target replicas and a drafter, else what the devices allow."""
     facts = describe(str(folder))
     mask = choose_mask_token(facts, None)
-    cache = {"feature_cache": "memory", "feature_cache_gib": 2.0 if not gpus else 24.0}
+    cache = {"feature_cache": "memory", "feature_cache_gib": 2.0 if not gpus else 40.0}
     threads = {"targets": ("cpu", "cpu"), "target_threads": 1, "drafter_threads": 2} if not gpus else {}
     return RunSettings(
         run_dir=str(run),

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from paceline.checkpoint import load_meta, load_weights
-from paceline.data import chat
-from paceline.data.prompt_file import Messages, read_prompts
+from paceline.data.prompt_file import Messages, as_prompts, encode_prompts
 from paceline.decode.evaluate import Evaluation, acceptance, decode_all, first_difference, measure_speedup
 from paceline.decode.generate import generate
 from paceline.decode.protocol import Target
@@ -37,16 +36,17 @@ def evaluate(
     """Decode the prompts plainly and speculatively, compare, and write RUN/evaluation.json."""
     numbers = getattr(torch, dtype)
     meta = load_meta(run)
-    drafter = Drafter.from_weights(meta.settings, meta.hidden_size, load_weights(run)).to(device, numbers)
-    conversations = read_prompts(prompts) if isinstance(prompts, Path) else prompts
+    asked = as_prompts(prompts)
     facts = describe(meta.target)
     if facts.revision != meta.target_revision:
         raise UserError(
             f"The drafter in {run} was trained for revision {meta.target_revision} of {meta.target}, but revision "
             f"{facts.revision} lies there now. Evaluate with the target it was trained for."
         )
-    tokenizer = load_tokenizer(meta.target)
-    prompt_ids = [chat.prompt_ids(tokenizer, messages) for messages in conversations]
+    prompt_ids = encode_prompts(
+        load_tokenizer(meta.target), asked, max_new_tokens=max_new_tokens, max_positions=facts.max_positions
+    )
+    drafter = Drafter.from_weights(meta.settings, meta.hidden_size, load_weights(run)).to(device, numbers)
     target = DecodingTarget(facts, meta.settings.taps, dtype=numbers, device=device)
     ends = load_ends(facts).to(device, numbers)
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from paceline.data import chat
-from paceline.data.prompt_file import Messages, read_prompts
+from paceline.data.prompt_file import Messages, as_prompts, encode_prompts
 from paceline.decode.generate import generate
 from paceline.observe.console import Console
 from paceline.records import Completion, UserError
@@ -30,16 +29,13 @@ def generate_completions(
     console: Console,
 ) -> dict[str, Any]:
     """Write one JSON line a prompt to `out`, in the prompts' order, and return a summary."""
+    if out.is_dir():
+        raise UserError(f"{out} is a folder, and completions go to a file. Choose another --out.")
+    asked = as_prompts(prompts)
     facts = describe(model, revision)
-    conversations = read_prompts(prompts) if isinstance(prompts, Path) else prompts
     tokenizer = load_tokenizer(model, revision)
-    prompt_ids = [chat.prompt_ids(tokenizer, messages) for messages in conversations]
-    longest = max(len(ids) for ids in prompt_ids)
-    if longest + max_new_tokens > facts.max_positions:
-        raise UserError(
-            f"The longest prompt has {longest} tokens and --max-new-tokens is {max_new_tokens}, together more than "
-            f"the target's {facts.max_positions} positions. Shorten one of them."
-        )
+    prompt_ids = encode_prompts(tokenizer, asked, max_new_tokens=max_new_tokens, max_positions=facts.max_positions)
+    out.parent.mkdir(parents=True, exist_ok=True)  # what cannot be written is known before anything is generated
     target = DecodingTarget(facts, (), dtype=getattr(torch, dtype), device=device)
     done: dict[int, Completion] = {}
     tokens = 0
@@ -48,7 +44,7 @@ def generate_completions(
             done[index] = completion
             tokens += len(completion.token_ids)
             tick(len(done), note=f"{tokens:,} tokens")
-    _write(out, [_row(tokenizer, conversations[i], done[i]) for i in range(len(prompt_ids))])
+    _write(out, [_row(tokenizer, prompt.messages, done[i]) for i, prompt in enumerate(asked)])
     return {
         "completions": str(out),
         "prompts": len(prompt_ids),
@@ -68,7 +64,6 @@ def _row(tokenizer: Any, messages: Messages, completion: Completion) -> dict[str
 
 
 def _write(out: Path, rows: list[dict[str, Any]]) -> None:
-    out.parent.mkdir(parents=True, exist_ok=True)
     aside = out.with_name(f".{out.name}.{os.getpid()}")
     aside.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     aside.rename(out)

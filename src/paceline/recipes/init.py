@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
 from paceline.config import (
     DataSettings,
@@ -13,9 +14,11 @@ from paceline.config import (
     TargetSettings,
     default_taps,
     dump_settings,
+    explain,
 )
 from paceline.records import UserError
 from paceline.target.load import TargetFacts, describe, load_tokenizer
+from paceline.target.model import check_taps
 
 
 def init(
@@ -29,19 +32,24 @@ def init(
     overwrite: bool,
 ) -> RunSettings:
     """Write RUN.yaml with the target's own shapes and this machine's devices; return the settings."""
-    if out.exists() and not overwrite:
-        raise UserError(f"{out} exists. Choose another --out or add --overwrite.")
+    if out.is_dir() or (out.exists() and not overwrite):
+        remedy = "" if out.is_dir() else " or add --overwrite"
+        raise UserError(f"{out} exists. Choose another --out{remedy}.")
     facts = describe(model, revision)
     on_gpu = torch.cuda.is_available()
-    settings = RunSettings(
-        run_dir=run_dir,
-        target=TargetSettings(model=model, revision=revision),
-        drafter=drafter_for(facts, mask_token_id=choose_mask_token(facts, mask_token_id)),
-        data=DataSettings(dataset=dataset),
-        pipeline=pipeline_for([f"cuda:{i}" for i in range(torch.cuda.device_count())] if on_gpu else []),
-    )
+    try:
+        settings = RunSettings(
+            run_dir=run_dir,
+            target=TargetSettings(model=model, revision=revision),
+            drafter=drafter_for(facts, mask_token_id=choose_mask_token(facts, mask_token_id)),
+            data=DataSettings(dataset=dataset),
+            pipeline=pipeline_for([f"cuda:{i}" for i in range(torch.cuda.device_count())] if on_gpu else []),
+        )
+    except ValidationError as error:
+        raise UserError(explain(error, f"the options or target {model}", {})) from None
+    check_taps(settings.drafter.taps, facts)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(dump_settings(settings))
+    out.write_text(dump_settings(settings), encoding="utf-8")
     return settings
 
 

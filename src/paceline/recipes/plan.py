@@ -7,13 +7,24 @@ from paceline.config import DataSettings, load_settings
 from paceline.data.plan import BucketTable, plan, table
 from paceline.data.store import open_dataset
 from paceline.observe.console import Console
+from paceline.records import UserError
 
 
-def plan_epoch(what: Path, overrides: list[str], *, seed: int, console: Console) -> dict[str, Any]:
-    """Print the first epoch's bucket table of a dataset folder or of a RUN.yaml and return it."""
+def plan_epoch(what: Path, overrides: list[str], *, seed: int | None, console: Console) -> dict[str, Any]:
+    """Print the first epoch's bucket table of a dataset folder or of a RUN.yaml and return it.
+
+    Raises:
+        UserError: the input cannot be read, or an argument does not go with its kind.
+    """
+    if not what.exists():
+        raise UserError(f"There is no dataset folder or settings file {what}. Give one of them.")
     if what.is_dir():
-        settings = DataSettings(dataset=str(what))
+        if overrides:
+            raise UserError(f"{overrides[0]!r} changes a RUN.yaml, but {what} is a folder. Give a RUN.yaml to plan.")
+        settings, seed = DataSettings(dataset=str(what)), seed or 0
     else:
+        if seed is not None:
+            raise UserError(f"--seed is for a dataset folder, got it with {what}. Add train.seed={seed} instead.")
         run = load_settings(what, overrides)
         settings, seed = run.data, run.train.seed
     dataset = open_dataset(Path(settings.dataset))

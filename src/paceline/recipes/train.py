@@ -1,10 +1,6 @@
 """`paceline train`: RUN.yaml in, a trained drafter out; wires dataset, target replicas and drafter in threads."""
 
-import json
-import platform
-import sys
 import time
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +39,14 @@ def train(settings: RunSettings, *, console: Console) -> dict[str, Any]:
         raise UserError(f"Run folder {run} (run_dir) already holds a trained drafter. Choose another run_dir.")
     run.mkdir(parents=True, exist_ok=True)
     (run / "settings.yaml").write_text(dump_settings(settings))
-    (run / "provenance.json").write_text(json.dumps(_provenance(facts, dataset), indent=2) + "\n")
+    target = {"name": facts.name, "folder": str(facts.folder), "revision": facts.revision}
+    checkpoint.save_provenance(run, target=target, dataset={"folder": str(dataset.folder), "rows": dataset.fingerprint})
 
     # 3. Roles start, agree, work.
     totals = _Totals()
     began = time.monotonic()
     with EventLog(run) as events, console.progress("train", total_steps) as tick:
+        events.write("started", settings=settings.model_dump(mode="json"))
         events.write("plan", **buckets.as_dict(), steps=total_steps)
 
         def on_state(report: RoleState) -> None:
@@ -147,20 +145,3 @@ def _meta(settings: RunSettings, facts: TargetFacts, steps: int) -> checkpoint.D
         max_positions=facts.max_positions,
         steps=steps,
     )
-
-
-def _provenance(facts: TargetFacts, dataset: CompletionDataset) -> dict[str, Any]:
-    packages: dict[str, str | None] = {}
-    for name in ("paceline", "torch", "transformers", "datasets", "pyarrow", "numpy", "safetensors"):
-        try:
-            packages[name] = version(name)
-        except PackageNotFoundError:
-            packages[name] = None
-    return {
-        "argv": sys.argv,
-        "python": platform.python_version(),
-        "machine": platform.platform(),
-        "packages": packages,
-        "target": {"name": facts.name, "folder": str(facts.folder), "revision": facts.revision},
-        "dataset": {"folder": str(dataset.folder), "fingerprint": dataset.fingerprint},
-    }

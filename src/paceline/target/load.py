@@ -160,10 +160,11 @@ def _load(kind: Any, facts: TargetFacts, dtype: torch.dtype, device: str) -> Any
 
 
 def _quiet() -> None:
-    """Turn off transformers' own bars: replicas load at once and their state is reported by name."""
+    """Turn off transformers' bars and its note that a trunk leaves the head unread: roles report loading by name."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
 
 
 def load_ends(facts: TargetFacts) -> FrozenEnds:
