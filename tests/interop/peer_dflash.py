@@ -6,7 +6,7 @@ It runs in the peer's own virtual environment and imports nothing of paceline.
                                 hidden: sessions, each with `cached` and steps [{"key", "keep"}]
                                 generate: groups of {"prompts", "max_new_tokens", "stop_ids"}
     FOLDER/request.safetensors  KEY.features [1, T, m * H], KEY.embeds [1, Q, H], KEY.positions [1, T + Q] of each step
-    FOLDER/reply.json           loading: what from_pretrained says; config: how the peer read it;
+    FOLDER/reply.json           versions of packages; loading: what from_pretrained says; config: how the peer read it;
                                 generate: for each prompt of each group, tokens and acceptance_lengths
     FOLDER/reply.safetensors    KEY: hidden states [1, Q, H] of each step; inv_freq: the rotary frequencies
 """
@@ -14,6 +14,7 @@ It runs in the peer's own virtual environment and imports nothing of paceline.
 import json
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import dflash.model
@@ -37,6 +38,7 @@ def main(folder: Path) -> None:
         hidden |= draft(drafter, session, tensors)
     generated = [generate_group(drafter, request["target"], group) for group in request["generate"]]
     reply = {
+        "versions": {name: version(name) for name in ("dflash", "torch", "transformers")},
         "loading": {key: sorted(map(str, value)) for key, value in loading.items()},
         "config": as_read(drafter),
         "generate": generated,

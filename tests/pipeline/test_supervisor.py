@@ -81,8 +81,15 @@ def test_roles_report_their_stages_and_run_only_when_all_are_ready() -> None:
 
 @pytest.mark.parametrize("stage", ["load", "warm", "run"])
 def test_a_failure_names_role_device_stage_and_cause_and_ends_the_others(stage: str) -> None:
-    bad = FakeRole("target replica 1", **{stage: fail(ValueError("the disk\nis gone"))})
-    other = FakeRole("drafter rank 0", run=wait_until_released)
+    other_runs = threading.Event()
+    other = FakeRole("drafter rank 0", run=lambda: other_runs.set() or wait_until_released())
+
+    def broken() -> None:
+        if stage == "run":
+            assert other_runs.wait(5)
+        raise ValueError("the disk\nis gone")
+
+    bad = FakeRole("target replica 1", **{stage: broken})
     began = time.monotonic()
     word = {"load": "loading", "warm": "compiling", "run": "running"}[stage]
     with pytest.raises(RunError, match=f"^target replica 1 on cpu failed while {word}: ValueError: the disk is gone$"):

@@ -2,12 +2,23 @@
 
 import json
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from paceline.records import UserError
-from paceline.target.load import TargetFacts, describe, load_tokenizer, resolve
+from paceline.target.load import (
+    TargetFacts,
+    describe,
+    load_causal,
+    load_ends,
+    load_tokenizer,
+    load_trunk,
+    resolve,
+)
 
 
 def test_facts_of_a_folder(tiny: TargetFacts, tied: TargetFacts) -> None:
@@ -68,7 +79,7 @@ def test_a_target_whose_conventions_are_not_followed_is_refused(
     copy = shutil.copytree(tiny_folder, tmp_path / "copy")
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | change))
-    with pytest.raises(UserError, match="not follow|not supported"):
+    with pytest.raises(UserError, match="not follow|not supported|cannot be read"):
         describe(str(copy))
 
 
@@ -85,3 +96,33 @@ def test_a_config_that_is_not_json_is_refused(tiny_folder: Path, tmp_path: Path)
     (copy / "config.json").write_text("{")
     with pytest.raises(UserError, match="cannot be read as a model configuration"):
         describe(str(copy))
+
+
+def test_loading_in_several_threads_at_once_gives_whole_models(tied: TargetFacts, tiny: TargetFacts) -> None:
+    """transformers builds models under process-wide switches (default dtype, init, meta device)."""
+    failed: list[BaseException] = []
+
+    def work(which: int) -> None:
+        try:
+            facts, dtype = ((tied, torch.bfloat16), (tiny, torch.float32), (tied, torch.float32))[which % 3]
+            for _ in range(4):
+                expected = load_file(facts.folder / "model.safetensors")
+                trunk = load_trunk(facts, 2, dtype=dtype, device="cpu")
+                assert torch.equal(trunk.embed_tokens.weight, expected["model.embed_tokens.weight"].to(dtype))
+                assert {p.dtype for p in trunk.parameters()} == {dtype}
+                ends = load_ends(facts)
+                assert torch.equal(ends.embed_VH, expected["model.embed_tokens.weight"])
+                model = load_causal(facts, dtype=dtype, device="cpu")
+                assert torch.equal(model.lm_head.weight, ends.head_VH.to(dtype))
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(which,)) for which in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed, failed[0]
+    assert torch.get_default_dtype() == torch.float32
+    model = load_causal(tied, dtype=torch.float32, device="cpu")
+    assert torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from paceline.checkpoint import DrafterMeta, whole_folder
@@ -70,12 +71,7 @@ def export_zlab(drafter: Drafter, meta: DrafterMeta, out: Path, *, dtype: torch.
     with whole_folder(out) as aside:
         save_file(weights, aside / "model.safetensors", metadata={"format": "pt"})
         (aside / "config.json").write_text(json.dumps(zlab_config(meta, dtype), indent=2) + "\n")
-    back = load_file(out / "model.safetensors")
-    wrong = sorted(name for name in weights.keys() | back.keys() if not _same(weights.get(name), back.get(name)))
-    if wrong:
-        raise RunError(
-            f"{out / 'model.safetensors'} read back differs from the drafter in {wrong[:3]}. Check the disk."
-        )
+        _check_file(aside / "model.safetensors", weights)
     return {
         "format": "zlab",
         "folder": str(out),
@@ -85,6 +81,17 @@ def export_zlab(drafter: Drafter, meta: DrafterMeta, out: Path, *, dtype: torch.
         "bytes": (out / "model.safetensors").stat().st_size,
         "reload_checked": True,
     }
+
+
+def _check_file(path: Path, weights: dict[str, torch.Tensor]) -> None:
+    """Compare a written file with what was in memory, before it takes the place of an earlier export."""
+    try:
+        back = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise RunError(f"The exported weights could not be read back ({error}). Check the disk.") from None
+    wrong = sorted(name for name in weights.keys() | back.keys() if not _same(weights.get(name), back.get(name)))
+    if wrong:
+        raise RunError(f"The exported weights read back differ from the drafter in {wrong[:3]}. Check the disk.")
 
 
 def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:

@@ -5,6 +5,7 @@ local cache or can be fetched. Loading for training keeps the layers up to the d
 """
 
 import hashlib
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,10 @@ from torch import nn
 
 from paceline.drafter.ends import FrozenEnds
 from paceline.records import UserError
+
+# transformers builds a model under process-wide switches (default dtype, patched initialisers, meta device). Two roles
+# that build at once leave each other with wrong dtypes, untied heads or weights on the meta device.
+_BUILDING = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +157,8 @@ def load_causal(facts: TargetFacts, *, dtype: torch.dtype, device: str) -> Any:
 
 def _load(kind: Any, facts: TargetFacts, dtype: torch.dtype, device: str) -> Any:
     _quiet()
-    model = kind.from_pretrained(facts.folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True)
+    with _BUILDING:
+        model = kind.from_pretrained(facts.folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True)
     body = getattr(model, model.base_model_prefix, model)
     if not isinstance(getattr(body, "layers", None), nn.ModuleList):
         raise UserError(f"Target {facts.name} ({type(model).__name__}) has no list of decoder layers to tap.")
@@ -171,16 +177,19 @@ def load_ends(facts: TargetFacts) -> FrozenEnds:
     """Return the target's embedding and head (one tensor where they are tied), on the CPU in the files' dtype."""
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(load_config(facts.folder))
+    config = load_config(facts.folder)
+    with _BUILDING, torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(config)
     embed = skeleton.get_input_embeddings().weight
     # The first of a tied pair's names is the embedding's; only that one is in the file.
     embed_name = next(name for name, p in skeleton.named_parameters() if p is embed)
     head_name = next((n for n in ("lm_head.weight", "model.lm_head.weight") if n in _tensor_files(facts.folder)), None)
     embed_VH = _read_tensor(facts.folder, embed_name)
-    if head_name is None or skeleton.config.tie_word_embeddings:
+    if head_name is None:
         return FrozenEnds(embed_VH, embed_VH)
-    return FrozenEnds(embed_VH, _read_tensor(facts.folder, head_name))
+    head_VH = _read_tensor(facts.folder, head_name)
+    # A file may hold both although the config ties them; what is in the file counts, as for transformers.
+    return FrozenEnds(embed_VH, embed_VH if torch.equal(embed_VH, head_VH) else head_VH)
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:
