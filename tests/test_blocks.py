@@ -84,6 +84,10 @@ def test_inputs_and_positions_of_a_block() -> None:
     assert blocks.block_positions(torch.tensor([5, 0]), 4).tolist() == [[5, 6, 7, 8], [0, 1, 2, 3]]
 
 
+def test_context_positions_start_anew_with_each_sample() -> None:
+    assert blocks.context_positions((3, 1, 2)).tolist() == [0, 1, 2, 0, 0, 1]
+
+
 def test_leading_matches_stop_at_the_first_miss() -> None:
     matches = torch.tensor([[1, 1, 0, 1], [0, 1, 1, 1], [1, 1, 1, 1]], dtype=torch.bool)
     assert blocks.leading_matches(matches).tolist() == [2, 0, 4]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from paceline import blocks
 from paceline.config import DataSettings, DrafterSettings, TrainSettings
 from paceline.data import loader
 from paceline.data.store import open_dataset
@@ -61,12 +62,13 @@ def test_an_overfitted_drafter_is_accepted_almost_whole(
     loss = float("inf")
     for tokens in loader.micro_batches(dataset, DataSettings(dataset=""), train, B):
         step.clear()
-        positions = torch.cat([torch.arange(length) for length in tokens.lengths])
-        batch = FeatureBatch(tokens, features.features(tokens.input_ids, tokens.lengths), positions)
+        context = features.features(tokens.input_ids, tokens.lengths)
+        batch = FeatureBatch(tokens, context, blocks.context_positions(tokens.lengths))
         step.load(batch)
         step.micro()
-        norm = step.update(learning_rate(tokens.step, 400, train))
+        norm = step.divide()
         loss = step.report(batch, 0.0, norm).loss
+        step.update(learning_rate(tokens.step, 400, train), norm)
         if loss < 0.05 and tokens.step > 100:
             break
     assert loss < 0.05

@@ -8,6 +8,8 @@ Shapes: G groups with a context of their own (1 in training, rows in decoding), 
 block, C context slots, S tokens of a sample, n anchor candidates.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
@@ -44,6 +46,11 @@ def sample_anchors(
     generator = np.random.Philox(key=[seed, sample], counter=[0, 0, 0, epoch])
     order_n = np.argsort(generator.random_raw(len(candidates_n)), kind="stable")
     return np.sort(candidates_n[order_n[:count]])
+
+
+def context_positions(lengths: Sequence[int]) -> Int[Tensor, " T"]:
+    """Return each token's rotary position for samples laid end to end: counted from its sample's start."""
+    return torch.cat([torch.arange(length) for length in lengths])
 
 
 def block_labels(

@@ -19,28 +19,47 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline.config import DrafterSettings
-from paceline.records import UserError
+from paceline.records import RunError, UserError
 
 
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """Yield a folder to fill beside `folder`, then put it in that place in one rename, replacing what was there."""
+    """Yield a folder to fill beside `folder`, then put it in that place, replacing what was there.
+
+    What was there is moved away first and comes back if the new folder cannot take its place.
+
+    Raises:
+        RunError: the weights could not be written, as on a full disk.
+    """
+    folder = folder.absolute()
     aside = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     try:
         yield aside
-        old = folder.with_name(f".{folder.name}.old.{os.getpid()}")
-        if folder.exists():
-            folder.rename(old)
-        aside.rename(folder)
-        shutil.rmtree(old, ignore_errors=True)
+        _replace(folder, aside)
+    except SafetensorError as error:  # not an OSError, although that is what lies behind it
+        raise RunError(f"{folder} cannot be written: {error}. Check the place and its free space.") from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def _replace(folder: Path, aside: Path) -> None:
+    old = folder.with_name(f".{folder.name}.old.{os.getpid()}")
+    if folder.exists():
+        folder.rename(old)
+    try:
+        aside.rename(folder)
+    except OSError:
+        if old.exists():
+            old.rename(folder)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def save_provenance(run: Path, *, target: dict[str, str], dataset: dict[str, str]) -> None:

@@ -3,6 +3,7 @@
 import json as jsonlib
 import os
 import sys
+import threading
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -84,7 +85,7 @@ def demo(
 
 @app.command()
 def prepare(
-    sources: Annotated[list[Path], typer.Argument(help="JSONL or Parquet files, or folders of them.")],
+    sources: Annotated[list[Path], typer.Argument(help="JSONL or Parquet files, or folders saved by `datasets`.")],
     out: Annotated[Path, typer.Option(help="Dataset folder to write.")],
     target: Target,
     revision: Revision = None,
@@ -236,15 +237,11 @@ def export(
 def _device(wanted: str | None) -> str:
     import torch
 
+    from paceline.runtime.devices import check_device
+
     if wanted is None:
         return "cuda:0" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.zeros(1, device=wanted).item()
-    except (RuntimeError, AssertionError) as error:
-        reason = " ".join(str(error).split())[:120]
-        raise UserError(
-            f"--device {wanted} cannot be used: {reason}. Use cpu or one that `nvidia-smi` lists."
-        ) from None
+    check_device(wanted, "--device")
     return wanted
 
 
@@ -300,8 +297,16 @@ def main() -> None:
         _fail(f"{error.strerror or error}: {error.filename}" if error.filename else error, 2 if bad_input else 1)
     except KeyboardInterrupt:
         _fail("interrupted", 130)
+    except Exception as error:
+        if type(error).__name__ != "OutOfMemoryError":  # torch's, which is not imported here
+            raise
+        _fail(f"The device's memory is full: {error} Lower --rows or use a larger device.", 1)
 
 
 def _fail(error: object, status: int) -> None:
     print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if any(thread.name.startswith(("target replica", "drafter rank")) for thread in threading.enumerate()):
+        os._exit(status)  # a role that is still inside torch would abort the interpreter's end and change the status
     sys.exit(status)

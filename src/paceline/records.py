@@ -110,4 +110,5 @@ class Completion:
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]  # stop token included when there is one
     finish: str  # "stop" or "length"
-    acceptance_lengths: tuple[int, ...] = ()  # tokens a cycle produced; empty for plain decoding
+    acceptance_lengths: tuple[int, ...] = ()  # tokens each cycle produced; empty for plain decoding
+    accepted_drafts: tuple[int, ...] = ()  # drafts the target agreed to in each cycle, also behind the answer's end

@@ -39,8 +39,8 @@ def dataset(write_dataset: Callable[..., Path], random_rows: list) -> Completion
 
 
 def features_of(target: FeatureTarget, tokens: TokenBatch) -> FeatureBatch:
-    positions = torch.cat([torch.arange(length) for length in tokens.lengths])
-    return FeatureBatch(tokens, target.features(tokens.input_ids, tokens.lengths), positions)
+    features = target.features(tokens.input_ids, tokens.lengths)
+    return FeatureBatch(tokens, features, blocks.context_positions(tokens.lengths))
 
 
 def make_step(tiny: TargetFacts, shape: DrafterSettings, ends: FrozenEnds, settings: TrainSettings) -> DrafterStep:
@@ -142,7 +142,8 @@ def test_update_is_clipped_adamw_on_the_weighted_mean(tiny, shape, target, ends,
     )
     for _ in range(3):
         report, _ = one_step(step, target, dataset, data_settings())
-        norm = step.update(1e-3)
+        norm = step.divide()
+        step.update(1e-3, norm)
         total, weight_sum, _ = plain_loop(reference, ends, target, dataset, settings)
         optimizer.zero_grad()
         (total / weight_sum).backward()
@@ -157,6 +158,10 @@ def test_update_is_clipped_adamw_on_the_weighted_mean(tiny, shape, target, ends,
 
 def test_empty_buffers_give_no_loss_and_no_gradient(tiny, shape, ends) -> None:
     step = make_step(tiny, shape, ends, SETTINGS)
+    before = [p.clone() for p in step.drafter.parameters()]
     step.micro()
     assert step.sums.tolist() == [0, 0]
     assert all(float(p.grad.abs().max()) == 0 for p in step.drafter.parameters())
+    step.rehearse()
+    assert all(torch.equal(p, b) for p, b in zip(step.drafter.parameters(), before, strict=True))
+    assert not any(optimizer.state for optimizer in step.optimizers)

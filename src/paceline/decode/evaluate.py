@@ -6,7 +6,7 @@ Two averages of the acceptance length are in use and both are given: the mean ov
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
@@ -29,10 +29,6 @@ class Evaluation:
     tau_pooled: float  # tokens / cycles
     per_slot_acceptance: tuple[float, ...]  # [k]: share of cycles whose slots 1..k were all accepted; [0] is 1
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the evaluation as JSON-able data."""
-        return asdict(self)
-
 
 def acceptance(completions: Sequence[Completion], block_size: int) -> Evaluation:
     """Return the acceptance of finished speculative completions.
@@ -44,13 +40,14 @@ def acceptance(completions: Sequence[Completion], block_size: int) -> Evaluation
     if not cycled:
         raise RunError("No prompt needed a draft cycle: every answer ended with its first token. Use other prompts.")
     lengths = [length for cycles in cycled for length in cycles]
+    accepted = [count for completion in completions for count in completion.accepted_drafts]
     return Evaluation(
         prompts=len(completions),
         cycles=len(lengths),
         tokens=sum(lengths),
         tau=fmean(fmean(cycles) for cycles in cycled),
         tau_pooled=fmean(lengths),
-        per_slot_acceptance=tuple(fmean(length > k for length in lengths) for k in range(block_size)),
+        per_slot_acceptance=tuple(fmean(count >= k for count in accepted) for k in range(block_size)),
     )
 
 

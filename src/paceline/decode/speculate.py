@@ -29,6 +29,7 @@ class _Row:
     limit: int  # tokens the row may produce
     tokens: list[int] = field(default_factory=list)
     cycles: list[int] = field(default_factory=list)  # tokens each cycle produced
+    accepted: list[int] = field(default_factory=list)  # drafts the target agreed to in each cycle
 
     @property
     def anchor(self) -> int:
@@ -86,7 +87,7 @@ def _run_group(
             stopped = row.tokens[-1] in target.stop_ids
             if stopped or len(row.tokens) == row.limit:
                 finish = "stop" if stopped else "length"
-                yield row.index, Completion(tuple(row.prompt), tuple(row.tokens), finish, tuple(row.cycles))
+                yield row.index, _completion(row, finish)
                 last = running.pop()
                 if last is not row:
                     running[at] = last
@@ -94,6 +95,10 @@ def _run_group(
         if not running:
             return
         _cycle(session, running)
+
+
+def _completion(row: _Row, finish: str) -> Completion:
+    return Completion(tuple(row.prompt), tuple(row.tokens), finish, tuple(row.cycles), tuple(row.accepted))
 
 
 def _prefill(session: _Session, running: list[_Row]) -> None:
@@ -127,6 +132,7 @@ def _cycle(session: _Session, running: list[_Row]) -> None:
         produced = _until_stop(choices[: min(count + 1, row.room - 1)], session.target.stop_ids)
         row.tokens += produced
         row.cycles.append(len(produced))
+        row.accepted.append(count)
 
 
 def _until_stop(tokens: list[int], stop_ids: tuple[int, ...]) -> list[int]:

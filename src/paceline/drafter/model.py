@@ -122,6 +122,7 @@ class Drafter(nn.Module):
         self.hidden_norm = nn.RMSNorm(hidden_size, eps=settings.rms_norm_eps)
         self.layers = nn.ModuleList([Layer(settings, hidden_size) for _ in range(settings.layers)])
         self.norm = nn.RMSNorm(hidden_size, eps=settings.rms_norm_eps)
+        self.to(torch.float32)  # whatever the process-wide default is while another role loads
 
     def initialise(self, seed: int) -> "Drafter":
         """Draw weights as Qwen3 does, normal(0, 0.02), on the CPU from a generator of its own; norms are ones."""
@@ -129,7 +130,9 @@ class Drafter(nn.Module):
         with torch.no_grad():
             for module in self.modules():
                 if isinstance(module, nn.Linear):
-                    module.weight.copy_(torch.randn(module.weight.shape, generator=generator) * 0.02)
+                    module.weight.copy_(
+                        torch.randn(module.weight.shape, generator=generator, dtype=torch.float32) * 0.02
+                    )
         return self
 
     @classmethod

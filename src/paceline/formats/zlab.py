@@ -83,6 +83,20 @@ def export_zlab(drafter: Drafter, meta: DrafterMeta, out: Path, *, dtype: torch.
     }
 
 
+def is_empty_or_export(folder: Path) -> bool:
+    """Return whether a folder holds nothing but what `export_zlab` writes, so that replacing it loses nothing else."""
+    names = {path.name for path in folder.iterdir()}
+    if not names:
+        return True
+    if names != {"config.json", "model.safetensors"}:
+        return False
+    try:
+        tree = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(tree, dict) and tree.get("architectures") == ["DFlashDraftModel"]
+
+
 def _check_file(path: Path, weights: dict[str, torch.Tensor]) -> None:
     """Compare a written file with what was in memory, before it takes the place of an earlier export."""
     try:

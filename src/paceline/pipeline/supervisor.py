@@ -1,7 +1,8 @@
 """Runs roles in threads: handshake, start, end; and the first failure ends all.
 
 Every role reports loading, compiling and ready, or its error. The run goes on only when all are ready and agree. A
-role that fails is named with its device, what it was doing and the cause; the others are stopped; nothing hangs.
+role that fails is named with its device, what it was doing and the cause; the others are woken and leave at their next
+batch; who has not left after a grace is left behind in its daemon thread; nothing hangs.
 """
 
 import queue
@@ -132,12 +133,12 @@ class Supervisor:
                 torch.cuda.set_device(role.device)
             tell("loading")
             role.load()
+            self._leave_if_stopping()
             tell("compiling")
             facts = role.warm()
             tell("ready", facts=facts)
             self._go.wait()
-            if self._stopping:
-                raise self._ended
+            self._leave_if_stopping()
             tell("running")
             role.run()
             tell("done")
@@ -145,6 +146,10 @@ class Supervisor:
             tell("stopped")
         except BaseException as error:
             tell("failed", error=error)
+
+    def _leave_if_stopping(self) -> None:
+        if self._stopping:
+            raise self._ended
 
     def _stop(self) -> None:
         self._stopping = True

@@ -108,7 +108,10 @@ def train_in_threads(
         ended=Closed,
         on_state=on_state,
     )
-    supervisor.run(pipeline.ready_timeout_s)
+    try:
+        supervisor.run(pipeline.ready_timeout_s)
+    finally:
+        cache.close()
     return rank.drafter
 
 

@@ -7,13 +7,15 @@ import torch
 
 from paceline.checkpoint import load_meta, load_weights
 from paceline.drafter.model import Drafter
-from paceline.formats.zlab import export_zlab
+from paceline.formats.zlab import export_zlab, is_empty_or_export
 from paceline.records import UserError
 
 
 def export(run: Path, out: Path | None, *, dtype: str, overwrite: bool) -> dict[str, Any]:
     """Write the run's drafter in the z-lab layout, read it back and compare; return what was written."""
     out = out or run / "export"
+    if out.exists() and not (out.is_dir() and is_empty_or_export(out)):
+        raise UserError(f"{out} (--out) exists and is no export, so it is never replaced. Choose another place.")
     if out.exists() and any(out.iterdir()) and not overwrite:
         raise UserError(f"Folder {out} exists and is not empty. Choose another --out or add --overwrite.")
     meta = load_meta(run)

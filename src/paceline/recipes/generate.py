@@ -65,5 +65,9 @@ def _row(tokenizer: Any, messages: Messages, completion: Completion) -> dict[str
 
 def _write(out: Path, rows: list[dict[str, Any]]) -> None:
     aside = out.with_name(f".{out.name}.{os.getpid()}")
-    aside.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    aside.rename(out)
+    try:
+        with aside.open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        aside.rename(out)
+    finally:
+        aside.unlink(missing_ok=True)

@@ -15,6 +15,7 @@ from paceline.pipeline.supervisor import RoleState
 from paceline.pipeline.threads import train_in_threads
 from paceline.recipes.plan import print_buckets
 from paceline.records import PacelineError, StepReport, UserError
+from paceline.runtime.devices import check_device
 from paceline.target.load import TargetFacts, describe, load_ends, load_tokenizer
 from paceline.target.model import check_taps
 
@@ -88,11 +89,14 @@ def train(settings: RunSettings, *, console: Console) -> dict[str, Any]:
 
 
 def check_inputs(settings: RunSettings, facts: TargetFacts, dataset: CompletionDataset) -> None:
-    """Refuse taps, mask token or dataset that do not fit the target.
+    """Refuse devices that are not there and taps, mask token or dataset that do not fit the target.
 
     Raises:
         UserError: the first rule that is broken.
     """
+    for key in ("targets", "drafters"):
+        for device in getattr(settings.pipeline, key):
+            check_device(device, f"pipeline.{key}")
     check_taps(settings.drafter.taps, facts)
     mask = settings.drafter.mask_token_id
     if mask >= facts.vocab_size:

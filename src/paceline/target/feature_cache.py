@@ -7,9 +7,11 @@ nothing is thrown out for what comes later, which would never hit.
 
 import shutil
 import threading
+import warnings
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -26,6 +28,9 @@ class FeatureCache(Protocol):
     def put(self, rows: Key, features_TD: Tensor) -> None:
         """Keep the features of a micro-batch if there is room."""
 
+    def close(self) -> None:
+        """Let go of what is kept."""
+
 
 class NoCache:
     """Keeps nothing."""
@@ -35,6 +40,9 @@ class NoCache:
         return None
 
     def put(self, rows: Key, features_TD: Tensor) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
         """Do nothing."""
 
 
@@ -57,9 +65,13 @@ class MemoryCache:
                 self._left -= features_TD.nbytes
                 self._kept[rows] = features_TD
 
+    def close(self) -> None:
+        """Forget all."""
+        self._kept.clear()
+
 
 class DiskCache:
-    """Keeps features in files of a folder of the run, which is emptied at the start."""
+    """Keeps features in files of a folder of the run, which is removed at the end."""
 
     def __init__(self, folder: Path, limit_bytes: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
@@ -83,5 +95,15 @@ class DiskCache:
             self._left -= features_TD.nbytes
             self._taken += 1
             path = self._folder / f"{self._taken:08d}.safetensors"
-        save_file({"features": features_TD.contiguous()}, path)
+        try:
+            save_file({"features": features_TD.contiguous()}, path)
+        except (OSError, SafetensorError) as error:  # a full disk: the cache is a help, not a need
+            path.unlink(missing_ok=True)
+            self._left = 0
+            warnings.warn(f"The feature cache {self._folder} takes no more: {error}", stacklevel=2)
+            return
         self._files[rows] = path  # only now: a reader finds whole files
+
+    def close(self) -> None:
+        """Remove the files."""
+        shutil.rmtree(self._folder, ignore_errors=True)

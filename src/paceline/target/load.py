@@ -5,6 +5,7 @@ local cache or can be fetched. Loading for training keeps the layers up to the d
 """
 
 import hashlib
+import os
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ class TargetFacts:
 
     name: str
     folder: Path
-    revision: str  # fingerprint of config.json and of every weight file's header
+    revision: str  # see `fingerprint`
     num_layers: int
     hidden_size: int
     vocab_size: int
@@ -93,7 +94,7 @@ def describe(model: str, revision: str | None = None) -> TargetFacts:
         return TargetFacts(
             name=model,
             folder=folder,
-            revision=_fingerprint(folder),
+            revision=fingerprint(folder),
             num_layers=config.num_hidden_layers,
             hidden_size=config.hidden_size,
             vocab_size=config.vocab_size,
@@ -159,10 +160,11 @@ def _load(kind: Any, facts: TargetFacts, dtype: torch.dtype, device: str) -> Any
     _quiet()
     with _BUILDING:
         model = kind.from_pretrained(facts.folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True)
+        model.eval().requires_grad_(False).to(device)
     body = getattr(model, model.base_model_prefix, model)
     if not isinstance(getattr(body, "layers", None), nn.ModuleList):
         raise UserError(f"Target {facts.name} ({type(model).__name__}) has no list of decoder layers to tap.")
-    return model.eval().requires_grad_(False).to(device)
+    return model
 
 
 def _quiet() -> None:
@@ -186,6 +188,8 @@ def load_ends(facts: TargetFacts) -> FrozenEnds:
     head_name = next((n for n in ("lm_head.weight", "model.lm_head.weight") if n in _tensor_files(facts.folder)), None)
     embed_VH = _read_tensor(facts.folder, embed_name)
     if head_name is None:
+        if not skeleton.config.tie_word_embeddings:
+            raise UserError(f"Target folder {facts.folder} has no lm_head.weight although its config does not tie it.")
         return FrozenEnds(embed_VH, embed_VH)
     head_VH = _read_tensor(facts.folder, head_name)
     # A file may hold both although the config ties them; what is in the file counts, as for transformers.
@@ -209,14 +213,23 @@ def _read_tensor(folder: Path, name: str) -> torch.Tensor:
         return tensors.get_tensor(found)
 
 
-def _fingerprint(folder: Path) -> str:
-    """Hash config.json and the weight files' headers and sizes: cheap, and different for different models."""
+_SAMPLED = 1 << 16  # bytes of weights at either end of a file that a fingerprint reads
+
+
+def fingerprint(folder: Path) -> str:
+    """Hash config.json and of every weight file its header, its size and the first and last 64 KiB of its data.
+
+    Cheap, and another training of the same architecture gets another one. An edit in the middle of a file is not seen.
+    """
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:
             header = file.read(8)
             digest.update(header + file.read(int.from_bytes(header, "little")))
-        digest.update(str(path.stat().st_size).encode())
+            digest.update(file.read(_SAMPLED))
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _SAMPLED))
+            digest.update(file.read() + str(size).encode())
     return digest.hexdigest()[:16]
 
 

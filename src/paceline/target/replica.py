@@ -4,9 +4,10 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from paceline import blocks
 from paceline.records import FeatureBatch, TokenBatch
 from paceline.target.feature_cache import FeatureCache
-from paceline.target.load import TargetFacts
+from paceline.target.load import TargetFacts, fingerprint
 from paceline.target.model import FeatureTarget
 
 
@@ -33,6 +34,7 @@ class TargetReplica:
 
     def load(self) -> None:
         """Load the weights."""
+        self._revision = fingerprint(self._facts.folder)  # of what is loaded now, not of what was looked at before
         self._target = FeatureTarget(self._facts, self._taps, dtype=self._dtype, device=self.device)
 
     def warm(self) -> dict[str, object]:
@@ -41,7 +43,7 @@ class TargetReplica:
         features_TD = self._features(self._largest)
         self.doing = ""
         return {
-            "target revision": self._facts.revision,
+            "target revision": self._revision,
             "taps": self._taps,
             "feature width": features_TD.shape[1],
             "feature dtype": str(features_TD.dtype),
@@ -56,8 +58,7 @@ class TargetReplica:
             if features_TD is None:
                 features_TD = self._features(tokens)
                 self._cache.put(tokens.samples, features_TD)
-            positions_T = torch.cat([torch.arange(length) for length in tokens.lengths])
-            self._deliver(FeatureBatch(tokens, features_TD, positions_T))
+            self._deliver(FeatureBatch(tokens, features_TD, blocks.context_positions(tokens.lengths)))
         self.doing = ""
 
     def _features(self, tokens: TokenBatch) -> torch.Tensor:

@@ -23,12 +23,13 @@ def train_loop(
         if not batch.tokens.closes_step:
             continue
         lr = learning_rate(batch.tokens.step, total_steps, step.settings)
-        norm = step.update(lr)
+        norm = step.divide()
         report = step.report(batch, lr, norm)
         if not math.isfinite(report.loss) or not math.isfinite(report.grad_norm):
             raise RunError(
-                f"Loss {report.loss} with gradient norm {report.grad_norm} at step {report.step} is not finite; the "
-                f"step's last micro-batch held rows {list(batch.tokens.samples)}. Lower train.lr or check these rows."
+                f"Loss {report.loss} with gradient norm {report.grad_norm} at step {report.step} is not finite and "
+                f"was not applied; its last micro-batch held rows {list(batch.tokens.samples)}. Lower train.lr."
             )
+        step.update(lr, norm)
         on_step(report)
         step.clear()

@@ -41,8 +41,7 @@ class DrafterRank:
     def warm(self) -> dict[str, object]:
         """Rehearse forward and backward at the one shape and return what the targets must agree with."""
         self.doing = f"rehearsing {self._train.context_slots} context slots and {self._train.anchor_slots} anchors"
-        self._step.micro()  # empty buffers: every slot masked, same shapes, same memory
-        self._step.clear()
+        self._step.rehearse()
         self.doing = ""
         features_CD = self._step.buffers.features_CD
         return {

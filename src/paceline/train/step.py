@@ -1,7 +1,7 @@
 """The drafter's step at its one shape: C context slots and A anchors, whatever the micro-batch holds.
 
-`load` copies a micro-batch into static buffers, `micro` adds its gradients and sums, `update` divides by the summed
-weight, clips and steps. Sums cross the boundary, never means, so a step does not depend on how it was cut into
+`load` copies a micro-batch into static buffers, `micro` adds its gradients and sums, `divide` makes means of them,
+`update` clips and steps. Sums cross the boundary, never means, so a step does not depend on how it was cut into
 micro-batches. Unused slots are masked and add nothing.
 
 Shapes: C context slots, A anchors, B block slots, D = m * H feature width, Q = A * B.
@@ -135,17 +135,25 @@ class DrafterStep:
         context = self.drafter.context(own.features_CD[None], own.positions_C[None])
         return self.drafter(embeds_1QH, positions_1Q, context, mask).view(*ids_AB.shape, -1)
 
-    def update(self, lr: float) -> Tensor:
-        """Divide the summed gradients by the summed weight, clip, step at rate `lr`; return the norm before."""
-        parameters = list(self.drafter.parameters())
-        gradients = [p.grad for p in parameters if p.grad is not None]
+    def divide(self) -> Tensor:
+        """Divide the summed gradients by the summed weight and return their norm; weights are as before."""
+        gradients = [p.grad for p in self.drafter.parameters() if p.grad is not None]
         torch._foreach_div_(gradients, self.sums[1].clamp_min(1e-30).to(self.dtype))
-        norm = torch.nn.utils.get_total_norm(gradients)
-        torch.nn.utils.clip_grads_with_norm_(parameters, self.settings.clip, norm)
+        return torch.nn.utils.get_total_norm(gradients)
+
+    def update(self, lr: float, norm: Tensor) -> None:
+        """Clip the divided gradients, whose norm is `norm`, and step at rate `lr`."""
+        torch.nn.utils.clip_grads_with_norm_(self.drafter.parameters(), self.settings.clip, norm)
         set_learning_rate(self.optimizers, lr)
         for optimizer in self.optimizers:
             optimizer.step()
-        return norm
+
+    def rehearse(self) -> None:
+        """Run micro and update at the one shape with every slot masked, for their memory; nothing stays changed."""
+        self.micro()
+        self.update(0.0, self.divide())
+        self.optimizers = make_optimizers(self.drafter, self.settings)  # forget that a step was counted
+        self.clear()
 
     def clear(self) -> None:
         """Forget gradients, sums and counts, as before a step's first micro-batch."""
