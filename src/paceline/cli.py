@@ -75,8 +75,8 @@ def demo(
     json: AsJson = False,
 ) -> None:
     """Train, evaluate and export a real drafter for SmolLM2-135M, on two CPU cores or one GPU."""
-    from paceline.recipes.demo import default_size
     from paceline.recipes.demo import demo as recipe
+    from paceline.recipes.demo_sizes import default_size
 
     console = Console(json=json)
     report = recipe(run_dir, size_name=size or default_size(), console=console)
@@ -295,8 +295,10 @@ def main() -> None:
     except OSError as error:  # a full or broken disk, a folder without permission
         bad_input = isinstance(error, FileExistsError | IsADirectoryError | NotADirectoryError)
         _fail(f"{error.strerror or error}: {error.filename}" if error.filename else error, 2 if bad_input else 1)
-    except KeyboardInterrupt:
-        _fail("interrupted", 130)
+    except SystemExit as end:
+        if end.code == 130:  # typer's answer to Ctrl-C
+            _fail("interrupted", 130)
+        raise
     except Exception as error:
         if type(error).__name__ != "OutOfMemoryError":  # torch's, which is not imported here
             raise

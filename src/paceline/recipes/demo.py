@@ -10,14 +10,12 @@ from typing import Any
 
 import torch
 
-from paceline.config import DataSettings, RunSettings, TargetSettings, TrainSettings
 from paceline.data.prompt_file import Messages
 from paceline.observe.console import Console
-from paceline.recipes.demo_sizes import SIZES, Size
+from paceline.recipes.demo_sizes import SIZES, Size, demo_settings, generate_rows
 from paceline.recipes.evaluate import evaluate
 from paceline.recipes.export import export
 from paceline.recipes.generate import generate_completions
-from paceline.recipes.init import choose_mask_token, drafter_for, pipeline_for
 from paceline.recipes.prepare import prepare
 from paceline.recipes.prompts import split_prompts
 from paceline.recipes.train import train
@@ -26,12 +24,14 @@ from paceline.target.load import describe
 from paceline.target.smollm2 import default_cache, fetch_smollm2
 
 SEED = 0
+NOTE = "DEMO.txt"  # marks a folder as the demo's own
 
 
 def demo(run: Path, *, size_name: str, console: Console) -> dict[str, Any]:
     """Run every stage and write RUN/report.json. Completions of an earlier demo of the same size are used again."""
     began = time.monotonic()
     size = SIZES[size_name]
+    _claim(run)
     gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     if size_name == "gpu" and not gpus:
         raise UserError("--size gpu needs a CUDA device and this machine has none. Leave --size out.")
@@ -46,21 +46,20 @@ def demo(run: Path, *, size_name: str, console: Console) -> dict[str, Any]:
 
     console.stage("3/7 prepare: an Arrow dataset of token ids")
     settings = demo_settings(run, folder, size, gpus)
-    prepared = prepare(
-        [Path(generated["completions"])],
-        Path(settings.data.dataset),
-        target=str(folder),
-        revision=None,
-        max_length=size.context_slots,
-        mask_token_id=settings.drafter.mask_token_id,
-        overwrite=True,
-    )
+    with console.progress("prepare") as tick:
+        prepared = prepare(
+            [Path(generated["completions"])],
+            Path(settings.data.dataset),
+            target=str(folder),
+            revision=None,
+            max_length=size.context_slots,
+            mask_token_id=settings.drafter.mask_token_id,
+            overwrite=True,
+            on_progress=tick,
+        )
     console.line(f"  {prepared['rows']:,} rows, {prepared['tokens']:,} tokens, quarantined {prepared['quarantined']}")
 
-    console.stage("4/7 plan and 5/7 train: two target replicas and a drafter in threads")
-    for name in ("drafter", "events.jsonl"):  # an earlier demo's results
-        path = run / name
-        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    console.stage(f"4/7 plan and 5/7 train: target replicas on {', '.join(settings.pipeline.targets)}, drafter beside")
     trained = train(settings, console=console)
 
     console.stage("6/7 evaluate: speculative decoding of held-out prompts")
@@ -91,40 +90,25 @@ def demo(run: Path, *, size_name: str, console: Console) -> dict[str, Any]:
     (run / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     if not report["lossless"]:
         raise RunError(
-            f"Speculative decoding changed the target's output at (prompt, token) {report['first_difference']}; see "
-            f"{run / 'report.json'}. This is a fault of paceline: please report it."
+            f"Speculative and plain greedy decoding differ at (prompt, token) {report['first_difference']} in float32: two "
+            f"tokens that are equal within rounding, or a fault of paceline. Please report {run / 'report.json'}."
         )
     return report
 
 
-def demo_settings(run: Path, folder: Path, size: Size, gpus: list[str]) -> RunSettings:
-    """Return the run's settings: on the CPU two target replicas and a drafter, else what the devices allow."""
-    facts = describe(str(folder))
-    mask = choose_mask_token(facts, None)
-    cache = {"feature_cache": "memory", "feature_cache_gib": 2.0 if not gpus else 40.0}
-    threads = {"targets": ("cpu", "cpu"), "target_threads": 1, "drafter_threads": 2} if not gpus else {}
-    return RunSettings(
-        run_dir=str(run),
-        target=TargetSettings(model=str(folder)),
-        drafter=drafter_for(facts, mask_token_id=mask, taps=size.taps, layers=size.layers, block_size=size.block_size),
-        data=DataSettings(
-            dataset=str(run / "dataset"),
-            token_budget=size.token_budget,
-            max_batch=size.max_batch,
-            reshuffle="batches",
-        ),
-        train=TrainSettings(
-            epochs=size.epochs,
-            context_slots=size.context_slots,
-            anchor_slots=size.anchor_slots,
-            anchors_per_sample=size.anchors_per_sample,
-            batches_per_step=size.batches_per_step,
-            optimizer=size.optimizer,
-            lr=size.lr,
-            logits_mib=1024 if gpus else 64,
-        ),
-        pipeline=pipeline_for(gpus, **threads, **cache),
-    )
+def _claim(run: Path) -> None:
+    """Take a folder for the demo: empty, or an earlier demo's, whose results go so that none outlives its run.
+
+    Raises:
+        UserError: the folder holds something else.
+    """
+    if run.exists() and any(run.iterdir()) and not (run / NOTE).is_file():
+        raise UserError(f"{run} (--run-dir) holds something that is no demo. Choose another folder.")
+    run.mkdir(parents=True, exist_ok=True)
+    (run / NOTE).write_text("This folder belongs to `paceline demo`, which replaces what is in it.\n")
+    for name in ("drafter", "export", "events.jsonl", "evaluation.json", "report.json"):
+        path = run / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def _messages(texts: list[str]) -> list[Messages]:
@@ -141,26 +125,25 @@ def _generate(
         "prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
     }
     note = run / "completions.json"
-    if note.is_file():
+    completions = run / "completions.jsonl"
+    if note.is_file() and completions.is_file():
         known = json.loads(note.read_text())
-        if known["asked"] == asked and Path(known["summary"]["completions"]).is_file():
-            console.line(f"  used again: {known['summary']['completions']}")
+        if known["asked"] == asked:
+            console.line(f"  used again: {completions}")
             return dict(known["summary"])
+    note.unlink(missing_ok=True)
     summary = generate_completions(
         prompts,
-        run / "completions.jsonl",
+        completions,
         model=str(folder),
         revision=None,
         device=device,
         dtype="bfloat16",
         max_new_tokens=size.max_new_tokens,
-        rows=size.generate_rows,
+        rows=generate_rows(size),
         console=console,
     )
-    note.write_text(json.dumps({"asked": asked, "summary": summary}, indent=2) + "\n")
+    aside = note.with_suffix(".part")
+    aside.write_text(json.dumps({"asked": asked, "summary": summary}, indent=2) + "\n")
+    aside.rename(note)
     return summary
-
-
-def default_size() -> str:
-    """Return gpu where there is one, else cpu."""
-    return "gpu" if torch.cuda.is_available() else "cpu"

@@ -1,7 +1,14 @@
 """How much `paceline demo` does: a size for continuous integration, one for two CPU cores and one for a GPU."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
+
+import torch
+
+from paceline.config import DataSettings, RunSettings, TargetSettings, TrainSettings
+from paceline.recipes.init import choose_mask_token, drafter_for, pipeline_for
+from paceline.target.load import describe
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,3 +101,48 @@ SIZES = {
         untrained_prompts=32,
     ),
 }
+
+
+def gpu_gib() -> float:
+    """Return the first GPU's memory in GiB, 0 where there is none."""
+    return torch.cuda.get_device_properties(0).total_memory / 2**30 if torch.cuda.is_available() else 0.0
+
+
+def generate_rows(size: Size) -> int:
+    """Return how many prompts run at once: a row's cache takes about 9 MiB, and a quarter of a GPU is for them."""
+    return min(size.generate_rows, int(0.25 * gpu_gib() * 1024 / 9)) if gpu_gib() else size.generate_rows
+
+
+def demo_settings(run: Path, folder: Path, size: Size, gpus: list[str]) -> RunSettings:
+    """Return the run's settings: on the CPU two target replicas and a drafter, else what the devices allow."""
+    facts = describe(str(folder))
+    mask = choose_mask_token(facts, None)
+    cache = {"feature_cache": "memory", "feature_cache_gib": min(40.0, 0.3 * gpu_gib()) if gpus else 2.0}
+    threads = {"targets": ("cpu", "cpu"), "target_threads": 1, "drafter_threads": 2} if not gpus else {}
+    return RunSettings(
+        run_dir=str(run),
+        target=TargetSettings(model=str(folder)),
+        drafter=drafter_for(facts, mask_token_id=mask, taps=size.taps, layers=size.layers, block_size=size.block_size),
+        data=DataSettings(
+            dataset=str(run / "dataset"),
+            token_budget=size.token_budget,
+            max_batch=size.max_batch,
+            reshuffle="batches",
+        ),
+        train=TrainSettings(
+            epochs=size.epochs,
+            context_slots=size.context_slots,
+            anchor_slots=size.anchor_slots,
+            anchors_per_sample=size.anchors_per_sample,
+            batches_per_step=size.batches_per_step,
+            optimizer=size.optimizer,
+            lr=size.lr,
+            logits_mib=1024 if gpus else 64,
+        ),
+        pipeline=pipeline_for(gpus, **threads, **cache),
+    )
+
+
+def default_size() -> str:
+    """Return gpu where there is one, else cpu."""
+    return "gpu" if torch.cuda.is_available() else "cpu"
