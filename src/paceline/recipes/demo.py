@@ -90,8 +90,8 @@ def demo(run: Path, *, size_name: str, console: Console) -> dict[str, Any]:
     (run / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     if not report["lossless"]:
         raise RunError(
-            f"Speculative and plain greedy decoding differ at (prompt, token) {report['first_difference']} in float32: two "
-            f"tokens that are equal within rounding, or a fault of paceline. Please report {run / 'report.json'}."
+            f"Speculative and plain greedy decoding differ at (prompt, token) {report['first_difference']} in float32: "
+            f"two tokens equal within rounding, or a fault of paceline. Please report {run / 'report.json'}."
         )
     return report
 
