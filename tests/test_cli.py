@@ -135,8 +135,22 @@ def test_every_verb_and_option_says_what_it_is(verb: str) -> None:
         assert getattr(parameter, "help", "help"), f"{verb} {parameter.name} has no help"
 
 
-def test_the_verbs_are_those_of_the_readme() -> None:
-    assert {"init", "demo", "prepare", "generate", "plan", "train", "evaluate", "export"} <= set(VERBS)
+ROOT = Path(__file__).parent.parent
+
+
+def test_the_readme_opens_with_the_commands_that_ci_runs() -> None:
+    readme = (ROOT / "README.md").read_text()
+    ci = (ROOT / ".ci/run").read_text()
+    blocks = re.findall(r"```(?:sh|bash)\n(.*?)```", readme, flags=re.DOTALL)
+    commands = [line.split("#")[0].strip() for line in blocks[0].splitlines() if line.strip()]
+    assert commands == ["make demo", "make test"]
+    shares = re.findall(r"^share \w+ \d+ (make [\w-]+)", ci, flags=re.MULTILINE)
+    assert set(commands) <= set(shares)
+    targets = set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    named = set(re.findall(r"`?make ([a-z-]+)", readme))
+    assert named <= targets
+    assert set(re.findall(r"paceline ([a-z]+)", "\n".join(blocks))) <= set(VERBS)
+    assert all(f"`paceline {verb}`" in readme for verb in VERBS)
 
 
 def test_version() -> None:

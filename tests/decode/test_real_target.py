@@ -50,8 +50,11 @@ def test_speculative_decoding_of_smollm2_is_lossless(smollm2: Path, monkeypatch:
             rows.append([t if chance.random() < 0.9 else 17 for t in future] + [17] * (B - 1 - len(future)))
         return torch.tensor(rows)
 
-    monkeypatch.setattr(draft.DraftSession, "propose", propose)
     drafter = Drafter(shape, facts.hidden_size).initialise(0)
+    untouched = dict(speculate(target, drafter, load_ends(facts), prompts[:3], max_new_tokens=8, rows=3))
+    assert all(c.token_ids == plain[index].token_ids[:8] for index, c in untouched.items())
+
+    monkeypatch.setattr(draft.DraftSession, "propose", propose)
     done = dict(speculate(target, drafter, load_ends(facts), prompts, max_new_tokens=NEW, rows=10))
     assert {index: c.token_ids for index, c in done.items()} == {index: c.token_ids for index, c in plain.items()}
     lengths = [length for c in done.values() for length in c.acceptance_lengths]

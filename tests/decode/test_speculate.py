@@ -89,3 +89,17 @@ def test_a_stop_token_inside_an_accepted_block_ends_the_answer_there(
         whole = half_right[index].token_ids[:NEW]
         cut = whole.index(stop) + 1 if stop in whole else NEW
         assert completion.token_ids == whole[:cut]
+
+
+def test_a_cycle_yields_its_accepted_drafts_and_the_bonus_unless_the_answer_ends(
+    tiny, shape, target, prompts, half_right: dict[int, Completion]
+) -> None:
+    cut = 0
+    for new in range(6, 16):
+        for completion in _speculate(target, tiny, shape, prompts, 2, new).values():
+            pairs = list(zip(completion.acceptance_lengths, completion.accepted_drafts, strict=True))
+            assert all(produced == accepted + 1 for produced, accepted in pairs[:-1])
+            produced, accepted = pairs[-1]
+            assert produced in (accepted, accepted + 1)
+            cut += produced == accepted
+    assert cut > 0

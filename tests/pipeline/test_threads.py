@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from paceline.config import RunSettings, dump_settings, load_settings
+from paceline.drafter.model import Drafter
 from paceline.observe.console import Console
 from paceline.recipes.train import train
 from paceline.records import RunError, UserError
@@ -166,3 +167,26 @@ def test_a_finished_run_is_not_overwritten(settings: Any) -> None:
     run(settings("done"))
     with pytest.raises(UserError, match="already holds a trained drafter"):
         run(settings("done"))
+
+
+def test_weights_are_float32_and_the_process_is_unchanged_beside_bfloat16_replicas(settings: Any) -> None:
+    """Loading a bfloat16 target switches the process's default dtype for a while."""
+    curves = []
+    for attempt in range(4):
+        tree = settings(f"bf16-{attempt}", target={"dtype": "bfloat16"}, pipeline={"targets": ["cpu"] * 3})
+        losses, weights = run(tree)
+        assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+        assert torch.get_default_dtype() == torch.float32
+        curves.append(losses)
+    assert all(curve == curves[0] for curve in curves)
+
+
+def test_a_default_dtype_that_another_thread_has_switched_does_not_reach_the_drafter(shape: Any) -> None:
+    expected = Drafter(shape, 64).initialise(3).state_dict()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        drafter = Drafter(shape, 64).initialise(3)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {p.dtype for p in drafter.parameters()} == {torch.float32}
+    assert all(torch.equal(value, expected[name]) for name, value in drafter.state_dict().items())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from paceline.records import UserError
 from paceline.target.load import (
@@ -30,9 +30,26 @@ def test_facts_of_a_folder(tiny: TargetFacts, tied: TargetFacts) -> None:
 def test_a_changed_weight_file_changes_the_revision(tiny_folder: Path, tmp_path: Path, tiny: TargetFacts) -> None:
     copy = shutil.copytree(tiny_folder, tmp_path / "copy")
     assert describe(str(copy)).revision == tiny.revision
+    weights = copy / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-5] ^= 1
+    weights.write_bytes(data)
+    assert describe(str(copy)).revision != tiny.revision
+    data[-5] ^= 1
+    weights.write_bytes(data)
+    assert describe(str(copy)).revision == tiny.revision
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | {"rope_theta": 5.0}))
     assert describe(str(copy)).revision != tiny.revision
+
+
+def test_an_untied_target_without_a_head_is_refused(tiny: TargetFacts, tiny_folder: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(tiny_folder, tmp_path / "copy")
+    weights = load_file(copy / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match="no lm_head.weight although its config does not tie it"):
+        load_ends(describe(str(copy)))
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:

@@ -165,3 +165,28 @@ def test_empty_buffers_give_no_loss_and_no_gradient(tiny, shape, ends) -> None:
     step.rehearse()
     assert all(torch.equal(p, b) for p, b in zip(step.drafter.parameters(), before, strict=True))
     assert not any(optimizer.state for optimizer in step.optimizers)
+
+
+def test_tokens_after_an_anchor_do_not_reach_its_block(tiny, shape, target, ends, write_dataset, random_rows) -> None:
+    """The whole way: rows, loader, target, buffers, drafter. Labels aside, a block knows its past and its anchor."""
+
+    def hidden(rows: list) -> tuple[torch.Tensor, torch.Tensor]:
+        step = make_step(tiny, shape, ends, SETTINGS)
+        dataset = open_dataset(write_dataset(rows, name=f"leak{len(list(Path(target_dir).iterdir()))}"))
+        tokens = next(loader.micro_batches(dataset, data_settings(max_batch=1), SETTINGS, shape.block_size))
+        step.load(features_of(target, tokens))
+        return step._hidden().detach()[: len(tokens.blocks.anchor_K)], tokens.blocks.position_K
+
+    ids, prompt = random_rows[0]
+    target_dir = write_dataset([(ids, prompt)], name="first").parent
+    before, anchors = hidden([(ids, prompt)])
+    middle = len(anchors) // 2
+    anchor = int(anchors[middle])
+    later = [*ids[: anchor + 1], *((token - 4 + 7) % 124 + 4 for token in ids[anchor + 1 :])]
+    after, _ = hidden([(later, prompt)])
+    assert torch.equal(after[: middle + 1], before[: middle + 1])
+    assert not torch.allclose(after[middle + 1 :], before[middle + 1 :])
+    other_anchor = [*ids[:anchor], ids[anchor] % 120 + 5, *ids[anchor + 1 :]]
+    changed, _ = hidden([(other_anchor, prompt)])
+    assert torch.equal(changed[:middle], before[:middle])
+    assert not torch.allclose(changed[middle], before[middle])
