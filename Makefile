@@ -17,7 +17,7 @@ PIP := bin/python -m pip install --disable-pip-version-check
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup demo test lint test-lower interop test-gpu test-system clean
+.PHONY: help setup demo test lint test-slow test-lower interop test-gpu test-system clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -104,6 +104,9 @@ test: $(VENV)/.complete ## Lint and the fast tests
 
 test-lower: $(LOWER)/.complete ## The fast tests with the oldest dependencies that pyproject.toml allows
 	$(LOWER)/bin/python -m pytest $(PYTEST_ARGS)
+
+test-slow: $(VENV)/.complete ## The tests that take longer than a minute
+	$(VENV)/bin/python -m pytest -m slow $(PYTEST_ARGS)
 
 interop: $(VENV)/.complete $(INTEROP)/.complete ## Compare exported drafters with the reference implementation
 	PACELINE_INTEROP_PYTHON=$(CURDIR)/$(INTEROP)/bin/python $(VENV)/bin/python -m pytest -m interop $(PYTEST_ARGS)
