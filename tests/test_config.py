@@ -266,6 +266,11 @@ def test_a_file_without_defaulted_sections(run_yaml: Path) -> None:
             "(in override 'train.seed=9223372036854775808').",
         ),
         (
+            "pipeline.credit_gib=1e300",
+            "pipeline.credit_gib must be less than or equal to 1048576, got 1e+300 "
+            "(in override 'pipeline.credit_gib=1e300').",
+        ),
+        (
             "drafter.block_size=1",
             "drafter.block_size must be greater than or equal to 2, got 1 (in override 'drafter.block_size=1').",
         ),

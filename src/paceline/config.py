@@ -147,12 +147,14 @@ class PipelineSettings(Section):
     drafters: tuple[str, ...] = Field(("cpu",), min_length=1, max_length=1, description="the drafter's device")
     target_threads: int = Field(1, ge=1, description="CPU threads of each target replica's matrix products")
     drafter_threads: int = Field(1, ge=1, description="CPU threads of the drafter's matrix products")
-    credit_gib: float = Field(2.0, gt=0, description="features that may wait for the drafter, in GiB")
+    credit_gib: float = Field(2.0, gt=0, le=2**20, description="features that may wait for the drafter, in GiB")
     ready_timeout_s: float = Field(600.0, gt=0, le=1e6, description="longest start-up of a role, in seconds")
     feature_cache: Literal["off", "memory", "disk"] = Field(
         "off", description="keep features so that later epochs skip the target; needs data.reshuffle: batches"
     )
-    feature_cache_gib: float = Field(4.0, gt=0, description="size the cache may reach, in GiB; the rest is recomputed")
+    feature_cache_gib: float = Field(
+        4.0, gt=0, le=2**20, description="size the cache may reach, in GiB; the rest is recomputed"
+    )
 
 
 class RunSettings(Section):
