@@ -114,10 +114,21 @@ def load_meta(run: Path) -> DrafterMeta:
     path = run / "drafter" / "drafter.json"
     if not path.is_file():
         raise UserError(f"{run} is no folder of a finished run: it has no drafter/drafter.json. Train it first.")
-    tree = json.loads(path.read_text())
-    return DrafterMeta(**{**tree, "settings": DrafterSettings.model_validate(tree["settings"])})
+    try:
+        tree = json.loads(path.read_text())
+        return DrafterMeta(**{**tree, "settings": DrafterSettings.model_validate(tree["settings"])})
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{path} cannot be understood ({type(error).__name__}). Train again or restore it.") from None
 
 
 def load_weights(run: Path) -> dict[str, Tensor]:
-    """Return the weights of a run's drafter, float32 on the CPU."""
-    return load_file(run / "drafter" / "model.safetensors")
+    """Return the weights of a run's drafter, float32 on the CPU.
+
+    Raises:
+        UserError: the file is missing or damaged.
+    """
+    path = run / "drafter" / "model.safetensors"
+    try:
+        return load_file(path)
+    except (FileNotFoundError, SafetensorError) as error:
+        raise UserError(f"{path} is missing or damaged: {error}. Train again or restore it.") from None

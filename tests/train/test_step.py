@@ -13,9 +13,11 @@ from paceline.data import loader
 from paceline.data.store import CompletionDataset, open_dataset
 from paceline.drafter.ends import FrozenEnds
 from paceline.drafter.model import Drafter
-from paceline.records import FeatureBatch, StepReport, TokenBatch
+from paceline.records import FeatureBatch, RunError, StepReport, TokenBatch
 from paceline.target.load import TargetFacts, load_ends
 from paceline.target.model import FeatureTarget
+from paceline.train.loop import train_loop
+from paceline.train.optim import learning_rate
 from paceline.train.step import DrafterStep
 
 SETTINGS = TrainSettings(
@@ -190,3 +192,35 @@ def test_tokens_after_an_anchor_do_not_reach_its_block(tiny, shape, target, ends
     changed, _ = hidden([(other_anchor, prompt)])
     assert torch.equal(changed[:middle], before[:middle])
     assert not torch.allclose(changed[middle], before[middle])
+
+
+def test_the_loop_steps_at_the_rate_of_the_schedule_and_never_on_a_step_that_is_not_finite(
+    tiny, shape, target, ends, dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = SETTINGS.model_copy(update={"batches_per_step": 2, "epochs": 2, "lr": 1e-3})
+    step = make_step(tiny, shape, ends, settings)
+    rates: list[float] = []
+    update = DrafterStep.update
+
+    def recorded(self: DrafterStep, lr: float, norm: torch.Tensor) -> None:
+        rates.append(lr)
+        update(self, lr, norm)
+
+    monkeypatch.setattr(DrafterStep, "update", recorded)
+    batches = [
+        features_of(target, tokens)
+        for tokens in loader.micro_batches(dataset, data_settings(), settings, shape.block_size)
+    ]
+    steps = batches[-1].tokens.step + 1
+    reports: list[StepReport] = []
+    train_loop(step, batches, total_steps=steps, on_step=reports.append)
+    assert rates == [learning_rate(at, steps, settings) for at in range(steps)]
+    assert [report.lr for report in reports] == rates
+
+    weights = [p.clone() for p in step.drafter.parameters()]
+    broken = batches[0].features_TD.clone()
+    broken[0] = float("nan")
+    batches[0] = FeatureBatch(batches[0].tokens, broken, batches[0].positions_T)
+    with pytest.raises(RunError, match="not finite and was not applied"):
+        train_loop(step, batches, total_steps=steps, on_step=reports.append)
+    assert all(torch.equal(p, w) for p, w in zip(step.drafter.parameters(), weights, strict=True))

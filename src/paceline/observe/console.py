@@ -28,7 +28,7 @@ class Console:
 
     def line(self, text: str) -> None:
         """Print one line."""
-        self.rich.print(text, markup=False)
+        self.rich.print(text, markup=False, soft_wrap=not self.rich.is_terminal)  # a log's paths stay whole
 
     def stage(self, title: str) -> None:
         """Print a heading with the time since the start."""

@@ -34,9 +34,14 @@ def prepare(
         UserError: an input cannot be read, the place is taken, or no row is left.
     """
     # 1. Everything that can fail early: the place, the inputs, the target.
+    out = out if out.name else out.absolute()  # `.` has no name to put the quarantine beside
     store.check_place(out, overwrite=overwrite)
     files = [sources.inspect_file(path) for path in sources.find_files(inputs)]
     facts = load.describe(target, revision)
+    if mask_token_id is not None and mask_token_id >= facts.vocab_size:
+        raise UserError(
+            f"--mask-token-id must be a row of the target's embedding (0..{facts.vocab_size - 1}), got {mask_token_id}."
+        )
     tokenizer = load.load_tokenizer(target, revision)
     encoder = chat.ChatEncoder(tokenizer)
     template = tokenizer.chat_template and chat.chat_template(tokenizer)

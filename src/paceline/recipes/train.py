@@ -23,6 +23,11 @@ from paceline.target.model import check_taps
 def train(settings: RunSettings, *, console: Console) -> dict[str, Any]:
     """Train the drafter that `settings` describe into its run folder and return a summary."""
     # 1. Everything that can be refused before a model is loaded.
+    run = Path(settings.run_dir)
+    if run.exists() and not run.is_dir():
+        raise UserError(f"run_dir {run} is a file. Choose another run_dir.")
+    if (run / "drafter").exists():
+        raise UserError(f"Run folder {run} (run_dir) already holds a trained drafter. Choose another run_dir.")
     facts = describe(settings.target.model, settings.target.revision)
     dataset = open_dataset(Path(settings.data.dataset))
     check_inputs(settings, facts, dataset)
@@ -35,9 +40,6 @@ def train(settings: RunSettings, *, console: Console) -> dict[str, Any]:
     print_buckets(buckets, console)
 
     # 2. The run folder says what made it.
-    run = Path(settings.run_dir)
-    if (run / "drafter").exists():
-        raise UserError(f"Run folder {run} (run_dir) already holds a trained drafter. Choose another run_dir.")
     run.mkdir(parents=True, exist_ok=True)
     (run / "settings.yaml").write_text(dump_settings(settings))
     target = {"name": facts.name, "folder": str(facts.folder), "revision": facts.revision}
@@ -98,6 +100,10 @@ def check_inputs(settings: RunSettings, facts: TargetFacts, dataset: CompletionD
         for device in getattr(settings.pipeline, key):
             check_device(device, f"pipeline.{key}")
     check_taps(settings.drafter.taps, facts)
+    if settings.drafter.rope_theta != facts.rope_theta:
+        raise UserError(
+            f"drafter.rope_theta must be the target's, {facts.rope_theta:g}, got {settings.drafter.rope_theta:g}."
+        )
     mask = settings.drafter.mask_token_id
     if mask >= facts.vocab_size:
         raise UserError(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from paceline.drafter.ends import FrozenEnds
@@ -49,6 +49,8 @@ def resolve(model: str, revision: str | None = None) -> Path:
         UserError: the folder lacks a config or safetensors, or the hub id cannot be had.
     """
     folder = Path(model).expanduser()
+    if folder.exists() and revision is not None:
+        raise UserError(f"Target {model} is a folder, so a revision ({revision}) says nothing. Leave it out.")
     if not folder.exists():
         if folder.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
             raise UserError(f"There is no target folder {model}. Give a folder or a hub id such as Qwen/Qwen3-8B.")
@@ -89,6 +91,7 @@ def describe(model: str, revision: str | None = None) -> TargetFacts:
             raise UserError(f"Target {model} sets {key} in config.json, which drafters here do not follow yet.")
     if str(config.model_type).startswith("gemma"):
         raise UserError(f"Target {model} is a {config.model_type}, which scales its embeddings: not supported yet.")
+    _tensor_files(folder)  # a damaged file is named before anything is built
     try:
         heads = config.num_attention_heads
         return TargetFacts(
@@ -199,8 +202,11 @@ def load_ends(facts: TargetFacts) -> FrozenEnds:
 def _tensor_files(folder: Path) -> dict[str, Path]:
     files: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as tensors:
-            files |= dict.fromkeys(tensors.keys(), path)
+        try:
+            with safe_open(path, framework="pt") as tensors:
+                files |= dict.fromkeys(tensors.keys(), path)
+        except SafetensorError as error:
+            raise UserError(f"{path} is damaged: {error}. Fetch or convert the target again.") from None
     return files
 
 
