@@ -135,6 +135,9 @@ def test_every_verb_and_option_says_what_it_is(verb: str) -> None:
         assert getattr(parameter, "help", "help"), f"{verb} {parameter.name} has no help"
 
 
+NO_REVISION = (
+    "There is no folder Qwen/Qwen3-8B here; if it is a hub id, target.revision must name a commit (--revision)."
+)
 ROOT = Path(__file__).parent.parent
 
 
@@ -535,7 +538,7 @@ def test_train_without_a_settings_file(refused: Callable[..., str]) -> None:
         (
             "drafter.mask_token_id=7",
             "drafter.mask_token_id must never occur in the data, but token 7 is in row 1 of dataset. "
-            "Choose another id.",
+            "Choose another id, or prepare again with --mask-token-id 7, which leaves such rows out.",
         ),
         (
             "train.context_slots=11",
@@ -544,7 +547,7 @@ def test_train_without_a_settings_file(refused: Callable[..., str]) -> None:
         ),
         (
             "target.model=Qwen/Qwen3-8B",
-            "Target Qwen/Qwen3-8B is a hub id, so target.revision must name a commit. Add --revision.",
+            NO_REVISION,
         ),
         (
             "target.model=./nowhere",
@@ -606,7 +609,10 @@ def test_devices_of_a_run_that_do_not_exist(
             "/nowhere/at/all",
             "There is no target folder /nowhere/at/all. Give a folder or a hub id such as Qwen/Qwen3-8B.",
         ),
-        ("Qwen/Qwen3-8B", "Target Qwen/Qwen3-8B is a hub id, so target.revision must name a commit. Add --revision."),
+        (
+            "Qwen/Qwen3-8B",
+            NO_REVISION,
+        ),
         ("mute", "Target folder mute has no tokenizer.json. Put the model's tokenizer files beside it."),
     ],
 )
@@ -687,9 +693,17 @@ def test_places_that_cannot_hold_the_output(finished: Path, refused: Callable[..
         refused("prepare", "done.jsonl", *target, "--out", "runs")
         == "runs exists and is not a dataset, so it is never replaced. Choose another place."
     )
-    for command in (generate, ["init", *target, "--out"]):  # Python's own sentence has no full stop
-        ended = paceline(*command, "RUN.yaml/x")
-        assert (ended.status, ended.stdout, ended.stderr) == (2, "", "error: File exists: RUN.yaml\n")
+    assert (
+        refused(*generate, "RUN.yaml/x") == "RUN.yaml/x (--out) cannot be written: File exists. Choose another place."
+    )
+    ended = paceline("init", *target, "--out", "RUN.yaml/x")  # Python's own sentence has no full stop
+    assert (ended.status, ended.stdout, ended.stderr) == (2, "", "error: File exists: RUN.yaml\n")
+
+
+def test_a_run_does_not_lie_in_its_dataset(refused: Callable[..., str], run_yaml: Path, write_dataset: Any) -> None:
+    write_dataset([([5, 6, 8, 9], 1)])
+    message = refused("train", "RUN.yaml", "run_dir=dataset/run")
+    assert message == "run_dir must not lie in the dataset (data.dataset dataset), got dataset/run. Choose another."
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "cuda", "foo", "meta", ""])

@@ -8,6 +8,7 @@
 A folder is written aside and renamed, so it is whole or not there.
 """
 
+import fcntl
 import json
 import os
 import platform
@@ -36,7 +37,8 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     Raises:
         RunError: the weights could not be written, as on a full disk.
     """
-    folder = folder.absolute()
+    folder = folder.resolve()
+    _sweep(folder)
     aside = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
@@ -47,6 +49,48 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         raise RunError(f"{folder} cannot be written: {error}. Check the place and its free space.") from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what a killed process left beside `folder`, and bring back what it had only moved away."""
+    for path in folder.parent.glob(f".{folder.name}.*"):
+        owner = path.name.rsplit(".", 1)[-1]
+        if not owner.isdecimal() or _alive(int(owner)):
+            continue
+        if ".old." in path.name and not folder.exists():
+            path.rename(folder)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+@contextmanager
+def claimed(run: Path) -> Iterator[None]:
+    """Make a run folder and keep other processes out of it until the block ends, also by a kill.
+
+    Raises:
+        UserError: another process is training into it, or the place cannot be written to.
+    """
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        lock = (run / ".lock").open("w")
+    except OSError as error:
+        raise UserError(f"Run folder {run} (run_dir) cannot be written to: {error.strerror}. Choose another.") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(f"Another process is training into {run} (run_dir). Choose another run_dir.") from None
+        yield
 
 
 def _replace(folder: Path, aside: Path) -> None:

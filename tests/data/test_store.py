@@ -186,3 +186,27 @@ def test_another_tokenizer_is_refused_naming_both(make_dataset: Make, rows: list
     check_fits(manifest, "f" * 64, "other/target")
     with pytest.raises(UserError, match="ffff.*other/target.*aaaa"):
         check_fits(replace(manifest, origin=replace(manifest.origin, target="tiny")), "a" * 64, "other/target")
+
+
+def test_a_folder_that_holds_more_is_never_replaced(
+    make_dataset: Callable[..., store.CompletionDataset],
+) -> None:
+    dataset = make_dataset([([5, 6, 7], 1)])
+    (dataset.folder / "run").mkdir()
+    with pytest.raises(UserError, match=r"holds more than a dataset \(run\)"):
+        store.check_place(dataset.folder, overwrite=True)
+
+
+def test_id_range_is_that_of_all_rows(make_dataset: Callable[..., store.CompletionDataset]) -> None:
+    assert store.id_range(make_dataset([([5, 60, 7], 1), ([8, 9, 99, 4], 2)])) == (4, 99)
+
+
+@pytest.mark.parametrize("change", [{"rows": "2"}, {"tokens": None}, {"longest": 1.5}])
+def test_a_manifest_with_wrong_types_is_refused(
+    make_dataset: Callable[..., store.CompletionDataset], change: dict[str, object]
+) -> None:
+    folder = make_dataset([([5, 6, 7], 1)]).folder
+    tree = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(tree | change))
+    with pytest.raises(UserError, match="cannot be understood"):
+        store.open_dataset(folder)

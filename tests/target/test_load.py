@@ -58,7 +58,7 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
 
 
 def test_a_hub_id_needs_a_revision_and_its_absence_offline_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match="hub id, so target.revision must name a commit"):
+    with pytest.raises(UserError, match="no folder some-org/some-model here; if it is a hub id"):
         resolve("some-org/some-model")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(UserError, match="neither a folder, nor in the local cache"):

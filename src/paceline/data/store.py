@@ -26,6 +26,7 @@ SCHEMA = pa.schema(
     [("input_ids", pa.list_(pa.int32())), ("loss_mask", pa.list_(pa.bool_())), ("candidates", pa.int32())]
 )
 _DATA_FILE = "data-00000-of-00001.arrow"
+_FILES = {_DATA_FILE, "manifest.json", "state.json", "dataset_info.json"}
 _FLUSH_TOKENS = 1 << 20  # tokens held in memory while writing; a record batch, so also a chunk when reading
 
 
@@ -131,6 +132,11 @@ def check_place(folder: Path, *, overwrite: bool) -> None:
         return
     if not (folder / "manifest.json").is_file():
         raise UserError(f"{folder} exists and is not a dataset, so it is never replaced. Choose another place.")
+    others = sorted({path.name for path in folder.iterdir()} - _FILES)
+    if others:
+        raise UserError(
+            f"{folder} holds more than a dataset ({others[0]}), so it is never replaced. Choose another place."
+        )
     if not overwrite:
         raise UserError(f"There is a dataset at {folder} already. Choose another place or ask to overwrite it.")
 
@@ -212,6 +218,14 @@ def find_token(dataset: CompletionDataset, token_id: int) -> int | None:
     return None
 
 
+def id_range(dataset: CompletionDataset) -> tuple[int, int]:
+    """Return the smallest and the largest token id in the data; reads every id once."""
+    parts = [
+        ids[offsets[0] : offsets[-1]] for ids, offsets in zip(dataset._ids, dataset._offsets, strict=True) if len(ids)
+    ]
+    return min(int(part.min()) for part in parts), max(int(part.max()) for part in parts)
+
+
 def open_dataset(folder: Path) -> CompletionDataset:
     """Return the dataset in a folder.
 
@@ -248,7 +262,11 @@ def load_manifest(folder: Path) -> Manifest:
         tree = json.loads(path.read_text(encoding="utf-8"))
         if tree["version"] != VERSION:
             raise UserError(f"{path} has version {tree['version']}, this program reads {VERSION}. Prepare it again.")
-        return Manifest(**{**tree, "origin": Origin(**tree["origin"])})
+        manifest = Manifest(**{**tree, "origin": Origin(**tree["origin"])})
+        numbers = (manifest.rows, manifest.tokens, manifest.supervised_tokens, manifest.longest)
+        if not all(type(number) is int for number in numbers) or not isinstance(manifest.origin.tokenizer, str):
+            raise TypeError("a count is no whole number or the tokenizer's fingerprint no text")
+        return manifest
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} cannot be understood ({type(error).__name__}: {error}). Prepare it again.") from None
 

@@ -2,9 +2,10 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -12,7 +13,7 @@ from paceline.data.prompt_file import Messages, as_prompts, encode_prompts
 from paceline.decode.generate import generate
 from paceline.observe.console import Console
 from paceline.records import Completion, UserError
-from paceline.target.load import describe, load_tokenizer
+from paceline.target.load import TargetFacts, describe, load_tokenizer
 from paceline.target.model import DecodingTarget
 
 
@@ -35,7 +36,29 @@ def generate_completions(
     facts = describe(model, revision)
     tokenizer = load_tokenizer(model, revision)
     prompt_ids = encode_prompts(tokenizer, asked, max_new_tokens=max_new_tokens, max_positions=facts.max_positions)
-    out.parent.mkdir(parents=True, exist_ok=True)  # what cannot be written is known before anything is generated
+    with _file_for(out) as file:  # what cannot be written is known before anything is generated
+        done = _generate(facts, prompt_ids, device, dtype, max_new_tokens, rows, console)
+        for i, prompt in enumerate(asked):
+            row = _row(tokenizer, prompt.messages, done[i])
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    return {
+        "completions": str(out),
+        "prompts": len(prompt_ids),
+        "tokens_generated": sum(len(c.token_ids) for c in done.values()),
+        "stopped": sum(c.finish == "stop" for c in done.values()),
+        "cut_at_max_new_tokens": sum(c.finish == "length" for c in done.values()),
+    }
+
+
+def _generate(
+    facts: TargetFacts,
+    prompt_ids: list[list[int]],
+    device: str,
+    dtype: str,
+    max_new_tokens: int,
+    rows: int,
+    console: Console,
+) -> dict[int, Completion]:
     target = DecodingTarget(facts, (), dtype=getattr(torch, dtype), device=device)
     done: dict[int, Completion] = {}
     tokens = 0
@@ -44,14 +67,7 @@ def generate_completions(
             done[index] = completion
             tokens += len(completion.token_ids)
             tick(len(done), note=f"{tokens:,} tokens")
-    _write(out, [_row(tokenizer, prompt.messages, done[i]) for i, prompt in enumerate(asked)])
-    return {
-        "completions": str(out),
-        "prompts": len(prompt_ids),
-        "tokens_generated": tokens,
-        "stopped": sum(c.finish == "stop" for c in done.values()),
-        "cut_at_max_new_tokens": sum(c.finish == "length" for c in done.values()),
-    }
+    return done
 
 
 def _row(tokenizer: Any, messages: Messages, completion: Completion) -> dict[str, Any]:
@@ -63,11 +79,18 @@ def _row(tokenizer: Any, messages: Messages, completion: Completion) -> dict[str
     }
 
 
-def _write(out: Path, rows: list[dict[str, Any]]) -> None:
+@contextmanager
+def _file_for(out: Path) -> Iterator[TextIO]:
+    """Yield a file that becomes `out` when the block ends well."""
     aside = out.with_name(f".{out.name}.{os.getpid()}")
     try:
-        with aside.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        file = aside.open("w", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{out} (--out) cannot be written: {error.strerror}. Choose another place.") from None
+    try:
+        with file:
+            yield file
         aside.rename(out)
     finally:
         aside.unlink(missing_ok=True)

@@ -1,33 +1,30 @@
 """`paceline train`: RUN.yaml in, a trained drafter out; wires dataset, target replicas and drafter in threads."""
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from paceline import checkpoint
 from paceline.config import RunSettings, dump_settings
 from paceline.data import loader
-from paceline.data.plan import plan, table
-from paceline.data.store import CompletionDataset, check_fits, find_token, open_dataset, tokenizer_fingerprint
+from paceline.data.plan import BucketTable, plan, table
+from paceline.data.store import CompletionDataset, open_dataset
 from paceline.observe.console import Console, Tick
 from paceline.observe.events import EventLog
 from paceline.pipeline.supervisor import RoleState
 from paceline.pipeline.threads import train_in_threads
 from paceline.recipes.plan import print_buckets
-from paceline.records import PacelineError, StepReport, UserError
-from paceline.runtime.devices import check_device
-from paceline.target.load import TargetFacts, describe, load_ends, load_tokenizer
-from paceline.target.model import check_taps
+from paceline.recipes.train_checks import check_inputs, check_run_folder
+from paceline.records import StepReport, TokenBatch
+from paceline.target.load import TargetFacts, describe, load_ends
 
 
 def train(settings: RunSettings, *, console: Console) -> dict[str, Any]:
     """Train the drafter that `settings` describe into its run folder and return a summary."""
     # 1. Everything that can be refused before a model is loaded.
     run = Path(settings.run_dir)
-    if run.exists() and not run.is_dir():
-        raise UserError(f"run_dir {run} is a file. Choose another run_dir.")
-    if (run / "drafter").exists():
-        raise UserError(f"Run folder {run} (run_dir) already holds a trained drafter. Choose another run_dir.")
+    check_run_folder(run, Path(settings.data.dataset))
     facts = describe(settings.target.model, settings.target.revision)
     dataset = open_dataset(Path(settings.data.dataset))
     check_inputs(settings, facts, dataset)
@@ -39,8 +36,22 @@ def train(settings: RunSettings, *, console: Console) -> dict[str, Any]:
     largest = loader.largest_micro_batch(dataset, settings.data, settings.train, B)
     print_buckets(buckets, console)
 
-    # 2. The run folder says what made it.
-    run.mkdir(parents=True, exist_ok=True)
+    # 2. The run folder says what made it, and is ours alone.
+    with checkpoint.claimed(run):
+        return _run(settings, facts, dataset, buckets, batches, largest, total_steps, console)
+
+
+def _run(
+    settings: RunSettings,
+    facts: TargetFacts,
+    dataset: CompletionDataset,
+    buckets: BucketTable,
+    batches: Iterator[TokenBatch],
+    largest: TokenBatch,
+    total_steps: int,
+    console: Console,
+) -> dict[str, Any]:
+    run = Path(settings.run_dir)
     (run / "settings.yaml").write_text(dump_settings(settings))
     target = {"name": facts.name, "folder": str(facts.folder), "revision": facts.revision}
     checkpoint.save_provenance(run, target=target, dataset={"folder": str(dataset.folder), "rows": dataset.fingerprint})
@@ -72,8 +83,9 @@ def train(settings: RunSettings, *, console: Console) -> dict[str, Any]:
                 on_step=on_step,
                 on_state=on_state,
             )
-        except PacelineError as error:
-            events.write("failed", message=str(error))
+        except BaseException as error:
+            kind = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+            events.write(kind, message=str(error) or type(error).__name__)
             raise
         # 4. What was learnt goes to disk.
         folder = checkpoint.save_drafter(run, drafter.state_dict(), _meta(settings, facts, totals.steps))
@@ -88,36 +100,6 @@ def train(settings: RunSettings, *, console: Console) -> dict[str, Any]:
         }
         events.write("trained", **summary)
     return summary
-
-
-def check_inputs(settings: RunSettings, facts: TargetFacts, dataset: CompletionDataset) -> None:
-    """Refuse devices that are not there and taps, mask token or dataset that do not fit the target.
-
-    Raises:
-        UserError: the first rule that is broken.
-    """
-    for key in ("targets", "drafters"):
-        for device in getattr(settings.pipeline, key):
-            check_device(device, f"pipeline.{key}")
-    check_taps(settings.drafter.taps, facts)
-    if settings.drafter.rope_theta != facts.rope_theta:
-        raise UserError(
-            f"drafter.rope_theta must be the target's, {facts.rope_theta:g}, got {settings.drafter.rope_theta:g}."
-        )
-    mask = settings.drafter.mask_token_id
-    if mask >= facts.vocab_size:
-        raise UserError(
-            f"drafter.mask_token_id must be a row of the target's embedding (0..{facts.vocab_size - 1}), got {mask}."
-        )
-    check_fits(
-        dataset.manifest, tokenizer_fingerprint(load_tokenizer(facts.name, settings.target.revision)), facts.name
-    )
-    row = find_token(dataset, mask)
-    if row is not None:
-        raise UserError(
-            f"drafter.mask_token_id must never occur in the data, but token {mask} is in row {row} of "
-            f"{settings.data.dataset}. Choose another id."
-        )
 
 
 class _Totals:

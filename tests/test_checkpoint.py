@@ -1,0 +1,79 @@
+"""Folders appear whole, survive a killed process, and a run folder has one owner."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.checkpoint import claimed, load_meta, load_weights, whole_folder
+from paceline.records import UserError
+
+
+def dead_process() -> int:
+    """Return the id of a process that has ended."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def write(folder: Path, text: str) -> None:
+    with whole_folder(folder) as aside:
+        (aside / "file").write_text(text)
+
+
+def test_a_folder_is_replaced_whole_or_stays(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    write(folder, "old")
+    with pytest.raises(ValueError, match="stop"), whole_folder(folder) as aside:
+        (aside / "file").write_text("new")
+        raise ValueError("stop")
+    assert (folder / "file").read_text() == "old"
+    write(folder, "new")
+    assert (folder / "file").read_text() == "new"
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_what_a_killed_process_left_is_removed_and_what_it_moved_away_comes_back(tmp_path: Path) -> None:
+    dead = dead_process()
+    (tmp_path / f".out.{dead}").mkdir()
+    (tmp_path / f".out.old.{dead}").mkdir()
+    (tmp_path / f".out.old.{dead}" / "file").write_text("old")
+    (tmp_path / f".out.{os.getppid()}").mkdir()  # of a process that lives
+    with whole_folder(tmp_path / "out"):
+        assert (tmp_path / "out" / "file").read_text() == "old"
+    assert sorted(os.listdir(tmp_path)) == [f".out.{os.getppid()}", "out"]
+
+
+def test_a_link_is_written_through(tmp_path: Path) -> None:
+    (tmp_path / "big").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "big")
+    write(tmp_path / "link", "text")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "big" / "file").read_text() == "text"
+
+
+def test_a_run_folder_has_one_owner_at_a_time(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with claimed(run), pytest.raises(UserError, match="Another process is training into"), claimed(run):
+        pass
+    with claimed(run):
+        pass
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be written to"), claimed(tmp_path / "file" / "run"):
+        pass
+
+
+def test_a_damaged_run_folder_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "drafter").mkdir()
+    for text in ("{", "[]", json.dumps({"settings": {}})):
+        (tmp_path / "drafter" / "drafter.json").write_text(text)
+        with pytest.raises(UserError, match="cannot be understood"):
+            load_meta(tmp_path)
+    with pytest.raises(UserError, match="missing or damaged"):
+        load_weights(tmp_path)
+    (tmp_path / "drafter" / "model.safetensors").write_bytes(b"12345678")
+    with pytest.raises(UserError, match="missing or damaged"):
+        load_weights(tmp_path)
