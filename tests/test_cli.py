@@ -703,7 +703,10 @@ def test_places_that_cannot_hold_the_output(finished: Path, refused: Callable[..
 def test_a_run_does_not_lie_in_its_dataset(refused: Callable[..., str], run_yaml: Path, write_dataset: Any) -> None:
     write_dataset([([5, 6, 8, 9], 1)])
     message = refused("train", "RUN.yaml", "run_dir=dataset/run")
-    assert message == "run_dir must not lie in the dataset (data.dataset dataset), got dataset/run. Choose another."
+    assert (
+        message
+        == "run_dir must not lie in the dataset dataset (data.dataset), got dataset/run. Choose another run_dir."
+    )
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "cuda", "foo", "meta", ""])
