@@ -51,4 +51,4 @@ def print_buckets(buckets: BucketTable, console: Console) -> None:
         )
         for bucket in buckets.buckets
     ]
-    console.table("", ("  lengths", "samples", "batches", "share", "batch size", "padding"), rows)
+    console.table("", ("lengths", "samples", "batches", "share", "batch size", "padding"), rows)
