@@ -900,3 +900,24 @@ def test_parquet_rows_go_the_same_way(chat_folder: Path) -> None:
     assert (summary["rows"], summary["quarantined"]) == (1, {"empty completion": 1})
     (entry,) = map(json.loads, Path("out.quarantine.jsonl").read_text().splitlines())
     assert (entry["file"], entry["line"], entry["row"]) == ("in.parquet", 2, rows[1])
+
+
+def test_prepare_takes_what_the_settings_say(refused: Callable[..., str], run_yaml: Path) -> None:
+    text = run_yaml.read_text()
+    run_yaml.write_text(re.sub(r"max_length: \d+", "max_length: 6", text))
+    source = lines(
+        "in.jsonl",
+        {"prompt_ids": [5, 6], "completion_ids": [7, 8, 9]},
+        {"prompt_ids": [5, 6], "completion_ids": [7] * 9},
+    )
+    ended = paceline("prepare", source, "--settings", "RUN.yaml", "--json")
+    assert json.loads(ended.stdout)["quarantined"] == {"too long": 1}
+    run_yaml.write_text(run_yaml.read_text().replace("on_long: refuse", "on_long: truncate"))
+    ended = paceline("prepare", source, "--settings", "RUN.yaml", "--json", "--overwrite")
+    assert (json.loads(ended.stdout)["rows"], json.loads(ended.stdout)["truncated"]) == (2, 1)
+    assert (
+        refused("train", "RUN.yaml", "data.max_length=5")
+        == "A sample may have data.max_length (5) tokens, but dataset has one of 6. "
+        "Raise it or prepare again with --settings."
+    )
+    assert refused("prepare", source, "--out", "other").startswith("`prepare` needs --out and --target.")

@@ -86,17 +86,30 @@ def demo(
 @app.command()
 def prepare(
     sources: Annotated[list[Path], typer.Argument(help="JSONL or Parquet files, or folders saved by `datasets`.")],
-    out: Annotated[Path, typer.Option(help="Dataset folder to write.")],
-    target: Target,
+    settings: Annotated[
+        Path | None, typer.Option(help="RUN.yaml with the dataset, target, mask token and data.on_long; options win.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Dataset folder to write.")] = None,
+    target: Annotated[str | None, typer.Option(help="Target model, as in `init`.")] = None,
     revision: Revision = None,
-    max_length: Annotated[int, typer.Option(min=2, help="Longest sample, in tokens.")] = 4096,
-    on_long: Annotated[Literal["refuse", "truncate"], typer.Option(help="What becomes of longer samples.")] = "refuse",
+    max_length: Annotated[int | None, typer.Option(min=2, help="Longest sample, in tokens. Default: 4096.")] = None,
+    on_long: Annotated[
+        Literal["refuse", "truncate"] | None, typer.Option(help="What becomes of longer samples. Default: refuse.")
+    ] = None,
     on_bad: Annotated[Literal["quarantine", "stop"], typer.Option(help="What becomes of bad rows.")] = "quarantine",
     mask_token_id: MaskToken = None,
     overwrite: Overwrite = False,
     json: AsJson = False,
 ) -> None:
     """Turn conversations, or what `generate` wrote, into a dataset of tokenized completions."""
+    if settings is not None:
+        tree = load_settings(settings)
+        out, target = out or Path(tree.data.dataset), target or tree.target.model
+        revision = revision or tree.target.revision
+        max_length, on_long = max_length or tree.data.max_length, on_long or tree.data.on_long
+        mask_token_id = tree.drafter.mask_token_id if mask_token_id is None else mask_token_id
+    if out is None or target is None:
+        raise UserError("`prepare` needs --out and --target. Add them, or --settings with a RUN.yaml that names them.")
     from paceline.recipes.prepare import prepare as recipe
 
     console = Console(json=json)
@@ -106,8 +119,8 @@ def prepare(
             out,
             target=target,
             revision=revision,
-            max_length=max_length,
-            on_long=on_long,
+            max_length=max_length or 4096,
+            on_long=on_long or "refuse",
             mask_token_id=mask_token_id,
             on_bad=on_bad,
             overwrite=overwrite,

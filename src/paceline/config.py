@@ -84,6 +84,10 @@ class DataSettings(Section):
     """Where the tokenized completions lie and how they are batched for the target."""
 
     dataset: str = Field(description="dataset folder written by `paceline prepare`")
+    max_length: int = Field(4096, ge=2, description="tokens a sample may have; `prepare --settings` and train hold it")
+    on_long: Literal["refuse", "truncate"] = Field(
+        "refuse", description="what `prepare --settings` does with longer samples: quarantine or cut"
+    )
     buckets: int = Field(6, ge=1, description="length buckets; their edges are chosen to waste the least padding")
     edges: tuple[int, ...] | None = Field(
         None, min_length=1, description="hand-written upper edges (inclusive), instead of buckets"

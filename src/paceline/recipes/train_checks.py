@@ -48,6 +48,11 @@ def check_inputs(settings: RunSettings, facts: TargetFacts, dataset: CompletionD
     check_fits(
         dataset.manifest, tokenizer_fingerprint(load_tokenizer(facts.name, settings.target.revision)), facts.name
     )
+    if dataset.manifest.longest > settings.data.max_length:
+        raise UserError(
+            f"A sample may have data.max_length ({settings.data.max_length:,}) tokens, but {settings.data.dataset} has "
+            f"one of {dataset.manifest.longest:,}. Raise it or prepare again with --settings."
+        )
     row = find_token(dataset, mask)
     if row is not None:
         raise UserError(

@@ -64,6 +64,7 @@ def resolve(model: str, revision: str | None = None) -> Path:
 
 def _snapshot(model: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     wanted = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
     if revision is None:
@@ -72,8 +73,12 @@ def _snapshot(model: str, revision: str | None) -> Path:
         )
     try:  # what lies in the local cache needs no network
         return Path(snapshot_download(model, revision=revision, allow_patterns=wanted, local_files_only=True))
-    except Exception:
-        pass
+    except LocalEntryNotFoundError:
+        pass  # not there, or only a part: fetch
+    except Exception as error:  # no id at all
+        raise UserError(
+            f"Target {model} is neither a folder nor a hub id: {' '.join(str(error).split())[:200]}"
+        ) from None
     try:
         return Path(snapshot_download(model, revision=revision, allow_patterns=wanted))
     except Exception as error:
