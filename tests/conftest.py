@@ -9,13 +9,20 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as the command line does,
 import numpy as np
 import pytest
 import torch
+from hypothesis import settings
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from paceline.blocks import anchor_candidates
 from paceline.config import DrafterSettings
-from paceline.data import store
+from paceline.data.manifest import Origin, tokenizer_fingerprint
+from paceline.data.store import CompletionDataset, open_dataset
+from paceline.data.writer import writing
 from paceline.target.load import TargetFacts, describe, load_tokenizer
+
+# The same examples on every run: what is red once stays red until it is mended.
+settings.register_profile("paceline", derandomize=True, deadline=None)
+settings.load_profile("paceline")
 
 VOCAB = 128
 MASK = 3
@@ -107,21 +114,37 @@ def shape() -> DrafterSettings:
     )
 
 
+def save_rows(folder: Path, rows: list[tuple[list[int], int]], origin: Origin) -> Path:
+    """Write a dataset from (ids, prompt length) pairs."""
+    with writing(folder, overwrite=True) as writer:
+        for line, (ids, prompt) in enumerate(rows, 1):
+            mask = np.arange(len(ids)) >= prompt
+            writer.add(np.array(ids), mask, len(anchor_candidates(mask)), line=line)
+        writer.complete(origin)
+    return folder
+
+
 @pytest.fixture
 def write_dataset(tmp_path: Path, tiny_folder: Path) -> Callable[..., Path]:
     """Return a writer of a dataset for the tiny target from (ids, prompt length) pairs."""
 
     def write(rows: list[tuple[list[int], int]], name: str = "dataset") -> Path:
-        fingerprint = store.tokenizer_fingerprint(load_tokenizer(str(tiny_folder)))
-        origin = store.Origin(str(tiny_folder), "r", fingerprint, None, "given ids", MASK, [], {}, 0)
-        with store.writing(tmp_path / name) as writer:
-            for ids, prompt in rows:
-                mask = np.arange(len(ids)) >= prompt
-                writer.add(np.array(ids), mask, len(anchor_candidates(mask)))
-            writer.finish(origin)
-        return tmp_path / name
+        fingerprint = tokenizer_fingerprint(load_tokenizer(str(tiny_folder)))
+        origin = Origin(str(tiny_folder), "r", fingerprint, None, "given ids", MASK, [], {}, 0)
+        return save_rows(tmp_path / name, rows, origin)
 
     return write
+
+
+@pytest.fixture
+def make_dataset(tmp_path: Path) -> Callable[..., CompletionDataset]:
+    """Return a maker of datasets of nobody's target from (ids, prompt length) pairs."""
+    origin = Origin("tiny", "r1", "f" * 64, None, "given ids", 2, [], {}, 0)
+
+    def make(rows: list[tuple[list[int], int]], name: str = "dataset") -> CompletionDataset:
+        return open_dataset(save_rows(tmp_path / name, rows, origin))
+
+    return make
 
 
 @pytest.fixture

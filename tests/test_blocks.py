@@ -45,11 +45,40 @@ def test_every_candidate_is_drawn_equally_often() -> None:
     assert abs(counts / 2000 - 0.25).max() < 0.05  # 5 standard deviations
 
 
+@pytest.mark.parametrize("words", [1, 2, 5, 2**64 - 1])
+def test_the_draw_takes_the_smallest_words_and_of_equal_ones_the_first(
+    monkeypatch: pytest.MonkeyPatch, words: int
+) -> None:
+    """The rule as it was first written down, a stable sort, with few words so that many are equal."""
+    raw = np.random.Philox
+
+    class Few:
+        def __init__(self, key: list[int], counter: list[int]) -> None:
+            self.stream = raw(key=key, counter=counter)
+
+        def random_raw(self, size: int) -> np.ndarray:
+            return self.stream.random_raw(size) % np.uint64(words)
+
+    monkeypatch.setattr(np.random, "Philox", Few)
+    for sample in range(40):
+        candidates = np.flatnonzero(np.arange(90 + sample) % 7)
+        drawn = Few([5, sample], [0, 0, 0, 3]).random_raw(len(candidates))
+        for count in (1, 8, len(candidates) - 1, len(candidates), 500):
+            want = np.sort(candidates[np.argsort(drawn, kind="stable")[:count]])
+            got = blocks.sample_anchors(candidates, count, seed=5, epoch=3, sample=sample)
+            assert got.tolist() == want.tolist()
+
+
 def test_labels_sit_at_anchor_plus_slot_and_end_with_the_sample() -> None:
-    ids = torch.arange(100, 112)
-    mask = torch.tensor([0, 0, 1, 1, 1, 1, 0, 1, 1, 1, 1, 1], dtype=torch.bool)
-    anchors, B = torch.tensor([2, 4, 9]), 5
-    labels, valid = blocks.block_labels(ids, mask, anchors, B)
+    ids = np.arange(100, 112)
+    mask = np.array([0, 0, 1, 1, 1, 1, 0, 1, 1, 1, 1, 1], dtype=bool)
+    anchors, B = np.array([2, 4, 9]), 5
+    more = np.array([7, 8, 9])  # of a sample that follows
+    ends = np.full(3, len(ids))
+    labels, valid = blocks.block_labels(np.append(ids, more), np.append(mask, more > 0), anchors, ends, B)
+    alone = blocks.block_labels(ids, mask, anchors, ends, B)
+    assert np.array_equal(alone[0], labels)
+    assert np.array_equal(alone[1], valid)
     for row, anchor in enumerate(anchors.tolist()):
         for slot in range(B):
             place = anchor + slot

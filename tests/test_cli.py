@@ -122,7 +122,7 @@ def test_help_fits_80_columns(verb: str | None) -> None:
     assert max(map(len, text.splitlines())) <= 80
     if verb:
         assert f"Usage: paceline {verb} " in text
-        assert "--json" in text
+        assert "--json" in text or verb == "bench"  # whose commands have it
     else:
         assert all(f"│ {name} " in text for name in VERBS)
 
@@ -266,7 +266,19 @@ def journey(
         step("init", "--target", tiny_folder, "--dataset", "dataset", "--run-dir", "runs/a")
         common = ["--target", tiny_folder, "--overwrite"]
         step("generate", "prompts.jsonl", "--out", "done.jsonl", *common, "--max-new-tokens", "24", "--device", "cpu")
-        step("prepare", "done.jsonl", "--out", "dataset", *common, "--max-length", "64", "--mask-token-id", "3")
+        step(
+            "prepare",
+            "done.jsonl",
+            "--out",
+            "dataset",
+            *common,
+            "--max-length",
+            "64",
+            "--mask-token-id",
+            "3",
+            "--max-quarantined",
+            "0.9",
+        )
         small = ["drafter.layers=1", "drafter.block_size=4", "train.context_slots=128", "train.anchor_slots=32"]
         small += ["train.anchors_per_sample=8", "train.max_steps=6", "train.log_every=2", "target.dtype=float32"]
         small += ["pipeline.targets=[cpu, cpu]", "pipeline.drafters=[cpu]", "data.max_batch=4"]
@@ -428,8 +440,9 @@ def test_without_json_each_verb_ends_with_a_sentence(finished: Path, tiny_folder
         last_line("generate", "prompts.jsonl", "--out", "c.jsonl", *target, "--max-new-tokens", "2", "--device", "cpu")
         == "Wrote 16 completions to c.jsonl."
     )
-    assert last_line("prepare", "c.jsonl", "--out", "d", *target) == "Wrote 16 rows, 96 tokens to d."
-    assert last_line("plan", "d").split() == ["[0,", "65)", "16", "1", "100.0%", "16-16", "0.0%"]
+    assert last_line("prepare", "c.jsonl", "--out", "d", *target) == "Wrote 16 rows, 96 tokens (33% supervised) in d."
+    planned = paceline("plan", "d").stdout.splitlines()
+    assert ["[0,", "65)", "16", "1", "100.0%", "16-16", "81.2%"] in [line.split() for line in planned]
     assert re.fullmatch(
         r"Wrote [\d,]+ parameters \(bfloat16\) to e; read back equal.", last_line("export", "runs/a", "--out", "e")
     )
@@ -439,9 +452,13 @@ def test_without_json_each_verb_ends_with_a_sentence(finished: Path, tiny_folder
 
 
 def test_plan_of_a_folder_and_of_its_settings_agree(finished: Path) -> None:
-    folder = paceline("plan", "dataset", "--json").json
-    assert paceline("plan", "RUN.yaml", "--json").json == folder
-    assert paceline("plan", "dataset", "--seed", "0", "--json").json == folder
+    def planned(*arguments: object) -> dict[str, Any]:
+        timed = ("open_s", "plan_s")
+        return {key: value for key, value in paceline("plan", *arguments, "--json").json.items() if key not in timed}
+
+    folder = planned("dataset")
+    assert planned("RUN.yaml") == folder
+    assert planned("dataset", "--seed", "0") == folder
 
 
 # --- bad input of plan and train
@@ -767,7 +784,8 @@ GOOD = {"prompt_ids": [5, 6], "completion_ids": [7, 8, 2]}
 BAD_ROWS = [
     ("{nope", "not JSON", "The line is not JSON: Expecting property name enclosed in double quotes"),
     ([1], "not an object", "A row must be an object, got list."),
-    ({"text": "w5"}, "unknown form", "A row holds messages (without tools), or prompt and completion, or prompt_ids"),
+    ({"words": "w5"}, "unknown form", "A row holds messages or conversations, or prompt and completion, or text, or"),
+    ({"text": "w5"}, "text without a mask", "The chat template must open an answer with a special token"),
     ({"prompt": "w5", "completion": " "}, "empty completion", "A conversation needs an assistant message, and none of"),
     ({"prompt_ids": [5], "completion_ids": []}, "empty completion", "completion_ids is empty."),
     (
@@ -801,7 +819,8 @@ def chat_folder(here: Path, tiny_folder: Path) -> Path:
 
 
 def prepare(*more: object) -> list[object]:
-    return ["prepare", "in.jsonl", "--out", "out", "--target", "chat", "--max-length", 20, "--mask-token-id", 3, *more]
+    limits = ["--max-length", 20, "--mask-token-id", 3, "--max-quarantined", 1]
+    return ["prepare", "in.jsonl", "--out", "out", "--target", "chat", *limits, *more]
 
 
 def test_every_bad_row_is_in_the_quarantine_with_its_reason(chat_folder: Path) -> None:
@@ -831,8 +850,45 @@ def test_a_person_is_told_what_was_refused(chat_folder: Path) -> None:
     ended = paceline(*prepare())
     assert (ended.status, ended.stderr) == (0, "")
     assert " ".join(ended.stdout.split()).endswith(
-        "Wrote 2 rows, 10 tokens to out. Quarantined in out.quarantine.jsonl: 2 not an object, 1 not JSON."
+        "Wrote 2 rows, 10 tokens (60% supervised) in out. "
+        "Quarantined 3 of 5 rows in out.quarantine.jsonl: 2 not an object 1 not JSON"
     )
+    again = paceline(*prepare())
+    assert "Found 2 rows, 10 tokens" in again.stdout
+    assert "out holds this very dataset already" in " ".join(again.stdout.split())
+
+
+def test_too_many_bad_rows_end_the_command(chat_folder: Path) -> None:
+    lines("in.jsonl", *[GOOD] * 90, *[[1]] * 10)
+    ended = paceline(*prepare("--max-quarantined", "0.05"))
+    assert ended.status == 2
+    assert ended.stderr == (
+        "error: At most 5.00% of the rows may be quarantined (--max-quarantined 0.05), but 10 of 100 are (not an "
+        "object: 10). See out.quarantine.jsonl for each of them; correct them, or allow more with --max-quarantined "
+        "0.1.\n"
+    )
+    assert not Path("out").exists()
+    assert paceline(*prepare("--max-quarantined", "0.1", "--json")).json["rows"] == 90
+
+
+def test_checksums_are_verified(chat_folder: Path) -> None:
+    lines("in.jsonl", GOOD, GOOD)
+    paceline(*prepare())
+    ended = paceline("prepare", "out", "--verify")
+    assert re.fullmatch(r"1 shards, [\d,]+ bytes, 2 rows: all as their manifests say\.", ended.stdout.splitlines()[-1])
+    shard = Path("out/data-00000-of-00001.arrow")
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    ended = paceline("prepare", "out", "--verify")
+    assert ended.status == 2
+    assert ended.stderr.startswith("error: Shard out/data-00000-of-00001.arrow is damaged: its sha256 is ")
+
+
+def test_template_arguments_have_their_form(chat_folder: Path) -> None:
+    lines("in.jsonl", GOOD)
+    ended = paceline(*prepare("--template-arg", "thinking"))
+    assert ended.stderr == "error: --template-arg has the form key=value, got 'thinking'.\n"
 
 
 def test_long_rows_are_cut_when_asked(chat_folder: Path) -> None:
@@ -878,25 +934,32 @@ def test_input_files_that_are_refused(refused: Callable[..., str], chat_folder: 
     def message(name: str) -> str:
         return refused("prepare", name, "--out", "out", "--target", "chat")
 
-    assert message("no.jsonl") == "There is no input file no.jsonl. Give a JSONL or Parquet file, or a datasets folder."
+    assert message("no.jsonl") == (
+        "There is no input file no.jsonl. Give a JSONL, Parquet or Arrow file, or a folder of them."
+    )
     Path("a.csv").write_text("x")
-    assert message("a.csv") == "Input a.csv must end in .jsonl or .parquet or be a datasets folder, got '.csv'."
+    assert message("a.csv") == ("Input a.csv must end in .jsonl, .parquet or .arrow or be a folder, got '.csv'.")
     Path("a.parquet").write_text("x")
     assert message("a.parquet").startswith("a.parquet cannot be read: ")
     Path("empty.jsonl").write_text("")
     assert message("empty.jsonl") == "empty.jsonl holds no rows, so there is nothing to prepare. Give a file with rows."
     Path("folder").mkdir()
-    assert message("folder").startswith(
-        "Folder folder has no readable state.json, so it is not one that `datasets` saved"
-    )
-    Path("latin.jsonl").write_bytes(json.dumps(GOOD).encode() + b'\n{"prompt": "\xe9"}\n')
-    assert message("latin.jsonl") == "latin.jsonl:2 is not UTF-8 (byte 0xe9). Convert the file to UTF-8."
+    assert message("folder").startswith("Folder folder holds no .jsonl, .parquet or .arrow files.")
+
+
+def test_a_line_that_is_not_utf8_is_a_bad_row(chat_folder: Path) -> None:
+    Path("in.jsonl").write_bytes(json.dumps(GOOD).encode() + b'\n{"prompt": "\xe9"}\n')
+    assert paceline(*prepare("--json")).json["quarantined"] == {"not UTF-8": 1}
+    ended = paceline(*prepare("--on-bad", "stop", "--overwrite"))
+    assert ended.stderr == "error: in.jsonl:2: The line is not UTF-8 (byte 0xe9). Convert the file to UTF-8.\n"
 
 
 def test_parquet_rows_go_the_same_way(chat_folder: Path) -> None:
     rows = [{"prompt": "w5", "completion": "w6 w7"}, {"prompt": "w5", "completion": ""}]
     pq.write_table(pa.Table.from_pylist(rows), "in.parquet")
-    summary = paceline("prepare", "in.parquet", "--out", "out", "--target", "chat", "--json").json
+    summary = paceline(
+        "prepare", "in.parquet", "--out", "out", "--target", "chat", "--json", "--max-quarantined", 1
+    ).json
     assert (summary["rows"], summary["quarantined"]) == (1, {"empty completion": 1})
     (entry,) = map(json.loads, Path("out.quarantine.jsonl").read_text().splitlines())
     assert (entry["file"], entry["line"], entry["row"]) == ("in.parquet", 2, rows[1])
@@ -910,7 +973,7 @@ def test_prepare_takes_what_the_settings_say(refused: Callable[..., str], run_ya
         {"prompt_ids": [5, 6], "completion_ids": [7, 8, 9]},
         {"prompt_ids": [5, 6], "completion_ids": [7] * 9},
     )
-    ended = paceline("prepare", source, "--settings", "RUN.yaml", "--json")
+    ended = paceline("prepare", source, "--settings", "RUN.yaml", "--json", "--max-quarantined", "0.5")
     assert json.loads(ended.stdout)["quarantined"] == {"too long": 1}
     run_yaml.write_text(run_yaml.read_text().replace("on_long: refuse", "on_long: truncate"))
     ended = paceline("prepare", source, "--settings", "RUN.yaml", "--json", "--overwrite")

@@ -104,6 +104,7 @@ def random_settings(draw: random.Random) -> RunSettings:
     min_batch, anchors, align = draw.randint(1, 9), draw.randint(1, 999), draw.randint(1, 99)
     cache = draw.choice(["off", "memory", "disk"])
     edges = sorted({align * draw.randint(1, 99) for _ in range(draw.randint(1, 4))})
+    folders = tuple({text() for _ in range(draw.randint(1, 3))})
     return RunSettings(
         run_dir=text(),
         target=TargetSettings(
@@ -124,11 +125,14 @@ def random_settings(draw: random.Random) -> RunSettings:
             rms_norm_eps=number(1e-12, 1e-3),
         ),
         data=DataSettings(
-            dataset=text(),
+            dataset=text() if len(folders) == 1 else folders,
             edges=draw.choice([None, tuple(edges)]),
             align=align,
             min_batch=min_batch,
             max_batch=min_batch + draw.randint(0, 9),
+            layout=draw.choice(["bucketed", "trimmed"]),
+            weights=draw.choice([None, [float(draw.randint(1, 9)) for _ in folders]]),
+            prefetch=draw.randint(1, 99),
             reshuffle="batches" if cache != "off" else draw.choice(["samples", "batches"]),
         ),
         train=TrainSettings(
@@ -213,6 +217,38 @@ def test_off_is_a_word(run_yaml: Path) -> None:
 
 def test_a_file_without_defaulted_sections(run_yaml: Path) -> None:
     assert load_settings(written(json.dumps(TREE))) == RunSettings.model_validate(TREE)
+
+
+@pytest.mark.parametrize(
+    ("value", "folders"),
+    [
+        ("a", ("a",)),
+        ("12", ("12",)),
+        ("1e5", ("1e5",)),
+        ("a b", ("a b",)),
+        ("[a]", ("a",)),
+        ("[a, b/c]", ("a", "b/c")),
+        ("[\"12\", '[x]']", ("12", "[x]")),
+        ('"[x]"', ("[x]",)),
+    ],
+)
+def test_datasets_of_an_override(run_yaml: Path, value: str, folders: tuple[str, ...]) -> None:
+    settings = load_settings(run_yaml, [f"data.dataset={value}"])
+    assert settings.data.folders == folders
+    assert load_settings(written(dump_settings(settings))) == settings
+
+
+def test_weights_of_datasets(run_yaml: Path) -> None:
+    settings = load_settings(run_yaml, ["data.dataset=[a, b]", "data.weights=[1, 0.25]"])
+    assert settings.data.weights == (1.0, 0.25)
+    assert load_settings(written(dump_settings(settings))) == settings
+    assert load_settings(run_yaml, ["data.weights=null"]).data.weights is None
+
+
+def test_a_packed_row_of_all_context_slots(run_yaml: Path) -> None:
+    packed = ["data.layout=packed", "data.token_budget=8192"]
+    assert load_settings(run_yaml, packed).data.layout == "packed"
+    assert load_settings(run_yaml).data.layout == "trimmed"
 
 
 # --- refused
@@ -314,6 +350,36 @@ def test_a_file_without_defaulted_sections(run_yaml: Path) -> None:
         (
             "data.edges=[128, 64]",
             "data.edges must ascend strictly, got (128, 64) (in RUN.yaml with override 'data.edges=[128, 64]').",
+        ),
+        (
+            "data.dataset=[]",
+            "data.dataset must be a folder or a list of folders, numbers in quotes, got [] "
+            "(in override 'data.dataset=[]').",
+        ),
+        (
+            "data.dataset=[a, 3]",
+            "data.dataset must be a folder or a list of folders, numbers in quotes, got ['a', 3] "
+            "(in override 'data.dataset=[a, 3]').",
+        ),
+        (
+            "data.dataset=[a, b, a]",
+            "data.dataset must name each folder once; data.weights takes one more often, got ['a', 'b', 'a'] "
+            "(in override 'data.dataset=[a, b, a]').",
+        ),
+        (
+            "data.weights=[1, 2]",
+            "data.weights must be one a dataset, got 2 for 1 (in RUN.yaml with override 'data.weights=[1, 2]').",
+        ),
+        ("data.weights=[0]", "data.weights[0] must be greater than 0, got 0 (in override 'data.weights=[0]')."),
+        ("data.prefetch=0", "data.prefetch must be greater than or equal to 1, got 0 (in override 'data.prefetch=0')."),
+        (
+            "data.layout=square",
+            "data.layout must be 'bucketed', 'trimmed' or 'packed', got 'square' (in override 'data.layout=square').",
+        ),
+        (
+            "data.layout=packed",
+            "data.token_budget must not exceed train.context_slots with data.layout: packed, got 32768 > 8192: "
+            "lower it to that (in RUN.yaml with override 'data.layout=packed').",
         ),
         (
             "data.max_batch=0",

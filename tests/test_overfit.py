@@ -12,6 +12,7 @@ import torch
 from paceline import blocks
 from paceline.config import DataSettings, DrafterSettings, TrainSettings
 from paceline.data import loader
+from paceline.data.mixture import Mixture
 from paceline.data.store import open_dataset
 from paceline.decode.generate import generate
 from paceline.decode.speculate import speculate
@@ -60,9 +61,9 @@ def test_an_overfitted_drafter_is_accepted_almost_whole(
     step = DrafterStep(drafter, ends, train)
     features = FeatureTarget(tiny, settings.taps, dtype=torch.float32, device="cpu")
     loss = float("inf")
-    for tokens in loader.micro_batches(dataset, DataSettings(dataset=""), train, B):
+    for tokens in loader.micro_batches(Mixture([dataset]), DataSettings(dataset=""), train, B):
         step.clear()
-        context = features.features(tokens.input_ids, tokens.lengths)
+        context = features.features(tokens)
         batch = FeatureBatch(tokens, context, blocks.context_positions(tokens.lengths))
         step.load(batch)
         step.micro()

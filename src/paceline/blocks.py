@@ -5,7 +5,7 @@ known and has no loss. A block reads the target's features strictly before its a
 nothing else (arXiv 2602.06036). Everything here is a pure function.
 
 Shapes: G groups with a context of their own (1 in training, rows in decoding), A blocks of a group, B slots of a
-block, C context slots, S tokens of a sample, n anchor candidates.
+block, C context slots, S tokens of a sample, T of samples end to end, n anchor candidates.
 """
 
 from collections.abc import Sequence
@@ -38,14 +38,18 @@ def anchor_candidates(loss_mask_S: Bool[np.ndarray, " S"]) -> Int[np.ndarray, " 
 def sample_anchors(
     candidates_n: Int[np.ndarray, " n"], count: int, *, seed: int, epoch: int, sample: int
 ) -> Int[np.ndarray, " k"]:
-    """Return min(count, n) candidates, drawn without replacement and sorted.
+    """Return min(count, n) of the candidates, which ascend, drawn without replacement and ascending as well.
 
     The draw is a function of (seed, epoch, sample) alone: batches, layouts and replicas do not change it. Only raw
     words of the counter-based Philox generator are used, whose stream is fixed for good, unlike `choice`.
     """
-    generator = np.random.Philox(key=[seed, sample], counter=[0, 0, 0, epoch])
-    order_n = np.argsort(generator.random_raw(len(candidates_n)), kind="stable")
-    return np.sort(candidates_n[order_n[:count]])
+    if len(candidates_n) <= count:
+        return candidates_n.copy()
+    words_n = np.random.Philox(key=[seed, sample], counter=[0, 0, 0, epoch]).random_raw(len(candidates_n))
+    drawn_n = words_n <= np.partition(words_n, count - 1)[count - 1]  # the `count` smallest, without sorting
+    if np.count_nonzero(drawn_n) > count:  # equal words: the first ones
+        drawn_n[np.argsort(words_n, kind="stable")[count:]] = False
+    return candidates_n[drawn_n]
 
 
 def context_positions(lengths: Sequence[int]) -> Int[Tensor, " T"]:
@@ -54,15 +58,22 @@ def context_positions(lengths: Sequence[int]) -> Int[Tensor, " T"]:
 
 
 def block_labels(
-    ids_S: Int[Tensor, " S"], loss_mask_S: Bool[Tensor, " S"], anchors_A: Int[Tensor, " A"], block_size: int
-) -> tuple[Int[Tensor, "A B"], Bool[Tensor, "A B"]]:
-    """Return each slot's label, the token at anchor + slot, and whether the slot has a loss (label 0 where not)."""
-    place_AB = anchors_A[:, None] + torch.arange(block_size)
-    inside_AB = place_AB < len(ids_S)
-    place_AB = torch.where(inside_AB, place_AB, 0)
-    valid_AB = inside_AB & loss_mask_S[place_AB]
+    ids_T: Int[np.ndarray, " T"],
+    loss_mask_T: Bool[np.ndarray, " T"],
+    anchors_A: Int[np.ndarray, " A"],
+    ends_A: Int[np.ndarray, " A"],
+    block_size: int,
+) -> tuple[Int[np.ndarray, "A B"], Bool[np.ndarray, "A B"]]:
+    """Return each slot's label, the token at anchor + slot, and whether the slot has a loss (label 0 where not).
+
+    Samples lie end to end; `ends_A` is where the sample of each anchor ends, and no label lies behind it.
+    """
+    place_AB = anchors_A[:, None] + np.arange(block_size)
+    valid_AB = place_AB < ends_A[:, None]
+    np.minimum(place_AB, len(ids_T) - 1, out=place_AB)
+    valid_AB &= loss_mask_T[place_AB]
     valid_AB[:, 0] = False
-    return torch.where(valid_AB, ids_S[place_AB], 0), valid_AB
+    return ids_T[place_AB] * valid_AB, valid_AB
 
 
 def block_ids(anchor_ids_A: Int[Tensor, "*A"], mask_token_id: int, block_size: int) -> Int[Tensor, "*A B"]:

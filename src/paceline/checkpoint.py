@@ -106,7 +106,7 @@ def _replace(folder: Path, aside: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def save_provenance(run: Path, *, target: dict[str, str], dataset: dict[str, str]) -> None:
+def save_provenance(run: Path, *, target: dict[str, str], dataset: dict[str, str] | list[dict[str, str]]) -> None:
     """Write what made a run: command line, versions, machine, and which target and dataset it read."""
     packages: dict[str, str | None] = {}
     for name in ("paceline", "torch", "transformers", "pyarrow", "numpy", "safetensors"):

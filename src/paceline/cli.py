@@ -22,6 +22,9 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
+bench = typer.Typer(help="Measure a part of paceline on this machine.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON; progress goes to standard error.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is at the output's place.")]
 Target = Annotated[str, typer.Option(help="Target model: a folder, or a hub id together with --revision.")]
@@ -85,7 +88,9 @@ def demo(
 
 @app.command()
 def prepare(
-    sources: Annotated[list[Path], typer.Argument(help="JSONL or Parquet files, or folders saved by `datasets`.")],
+    sources: Annotated[
+        list[Path], typer.Argument(help="JSONL, Parquet or Arrow files, or folders of them; with --verify, datasets.")
+    ],
     settings: Annotated[
         Path | None, typer.Option(help="RUN.yaml with the dataset, target, mask token and data.on_long; options win.")
     ] = None,
@@ -96,25 +101,49 @@ def prepare(
     on_long: Annotated[
         Literal["refuse", "truncate"] | None, typer.Option(help="What becomes of longer samples. Default: refuse.")
     ] = None,
+    turns: Annotated[Literal["all", "last"], typer.Option(help="Answers that are learnt from.")] = "all",
+    mask_reasoning: Annotated[bool, typer.Option("--mask-reasoning", help="Do not learn from reasoning.")] = False,
+    template_arg: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="Argument of the chat template, enable_thinking=false."),
+    ] = None,
+    exclude: Annotated[
+        list[Path] | None, typer.Option(help="Evaluation set (JSONL): prompts that contain one of its are left out.")
+    ] = None,
     on_bad: Annotated[Literal["quarantine", "stop"], typer.Option(help="What becomes of bad rows.")] = "quarantine",
+    max_quarantined: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Share of bad rows above which the command fails.")
+    ] = 0.01,
     mask_token_id: MaskToken = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes that tokenize. Default: one a core.")] = None,
+    verify: Annotated[bool, typer.Option("--verify", help="Check the checksums of datasets; write nothing.")] = False,
     overwrite: Overwrite = False,
     json: AsJson = False,
 ) -> None:
     """Turn conversations, or what `generate` wrote, into a dataset of tokenized completions."""
+    console = Console(json=json)
+    if verify:
+        _verify(sources, console, json)
+        return
     if settings is not None:
         tree = load_settings(settings)
-        out, target = out or Path(tree.data.dataset), target or tree.target.model
+        if out is None and len(tree.data.folders) > 1:
+            raise UserError(
+                f"`prepare` writes one dataset, but data.dataset of {settings} lists {len(tree.data.folders)}. "
+                "Name the one to write with --out."
+            )
+        out, target = out or Path(tree.data.folders[0]), target or tree.target.model
         revision = revision or tree.target.revision
         max_length, on_long = max_length or tree.data.max_length, on_long or tree.data.on_long
         mask_token_id = tree.drafter.mask_token_id if mask_token_id is None else mask_token_id
     if out is None or target is None:
         raise UserError("`prepare` needs --out and --target. Add them, or --settings with a RUN.yaml that names them.")
-    from paceline.recipes.prepare import prepare as recipe
+    template_args = dict(map(_template_arg, template_arg or []))
+    from paceline.data.chat import ChatOptions
+    from paceline.recipes.prepare import prepare_dataset
 
-    console = Console(json=json)
     with console.progress("prepare") as tick:
-        summary = recipe(
+        summary = prepare_dataset(
             sources,
             out,
             target=target,
@@ -122,13 +151,17 @@ def prepare(
             max_length=max_length or 4096,
             on_long=on_long or "refuse",
             mask_token_id=mask_token_id,
+            options=ChatOptions(turns=turns, mask_reasoning=mask_reasoning, template_args=template_args),
+            exclude_sets=exclude or [],
             on_bad=on_bad,
+            max_quarantined=max_quarantined,
+            workers=workers or len(os.sched_getaffinity(0)),
             overwrite=overwrite,
             on_progress=tick,
         )
-    bad = ", ".join(f"{count} {reason}" for reason, count in summary["quarantined"].items())
-    text = f"Wrote {summary['rows']:,} rows, {summary['tokens']:,} tokens to {out}."
-    _finish(console, json, summary, text + (f" Quarantined in {summary['quarantine']}: {bad}." if bad else ""))
+    for note in summary["notes"]:
+        console.line(note)
+    _finish(console, json, summary, _prepared_text(summary))
 
 
 @app.command()
@@ -247,6 +280,20 @@ def export(
     _finish(Console(json=json), json, summary, text)
 
 
+@bench.command("data")
+def bench_data(
+    rows: Annotated[int, typer.Option(min=20_000, help="Short rows that are prepared to watch memory.")] = 1_000_000,
+    target: Annotated[str | None, typer.Option(help="Folder with a tokenizer. Default: the demo's target.")] = None,
+    work: Annotated[Path | None, typer.Option(help="Where to put temporary files.")] = None,
+    json: AsJson = False,
+) -> None:
+    """Data plane: opening, planning, padding, loading and preparing datasets."""
+    from paceline.bench.data import bench_data as measure
+
+    console = Console(json=json)
+    _finish(console, json, measure(console=console, rows=rows, target=target, work=work), "")
+
+
 def _device(wanted: str | None) -> str:
     import torch
 
@@ -263,6 +310,44 @@ def _finish(console: Console, json: bool, result: dict[str, Any], text: str) -> 
         typer.echo(jsonlib.dumps(result, indent=2))
     elif text:
         console.line(text)
+
+
+def _verify(folders: list[Path], console: Console, json: bool) -> None:
+    from paceline.recipes.prepare import verify_datasets
+
+    with console.progress("verify") as tick:
+        summary = verify_datasets(folders, tick)
+    text = (
+        f"{summary['shards']} shards, {summary['bytes']:,} bytes, {summary['rows']:,} rows: all as their manifests say."
+    )
+    _finish(console, json, summary, text)
+
+
+def _template_arg(text: str) -> tuple[str, Any]:
+    key, sep, raw = text.partition("=")
+    if not sep or not key.isidentifier():
+        raise UserError(f"--template-arg has the form key=value, got {text!r}.")
+    try:
+        return key, jsonlib.loads(raw)
+    except ValueError:
+        return key, raw
+
+
+def _prepared_text(summary: dict[str, Any]) -> str:
+    lines = [
+        f"{'Found' if summary['found'] else 'Wrote'} {summary['rows']:,} rows, {summary['tokens']:,} tokens "
+        f"({summary['supervised_share']:.0%} supervised) in {summary['dataset']}."
+    ]
+    if summary["truncated"]:
+        lines.append(
+            f"Truncated {summary['truncated']:,} rows: {summary['tokens_cut']:,} tokens lost, "
+            f"{summary['supervised_cut']:,} of them supervised."
+        )
+    if summary["quarantined"]:
+        refused = sum(summary["quarantined"].values())
+        lines.append(f"Quarantined {refused:,} of {summary['rows_read']:,} rows in {summary['quarantine']}:")
+        lines += [f"  {count:,} {reason}" for reason, count in summary["quarantined"].items()]
+    return "\n".join(lines)
 
 
 def _evaluation_text(report: dict[str, Any]) -> str:

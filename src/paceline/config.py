@@ -16,6 +16,7 @@ from paceline.records import UserError
 
 DType = Literal["float32", "bfloat16"]
 Decay = Annotated[float, Field(ge=0, lt=1)]
+Weight = Annotated[float, Field(gt=0, le=1000)]
 
 
 def default_taps(num_target_layers: int, num_taps: int) -> tuple[int, ...]:
@@ -83,31 +84,61 @@ class DrafterSettings(Section):
 class DataSettings(Section):
     """Where the tokenized completions lie and how they are batched for the target."""
 
-    dataset: str = Field(description="dataset folder written by `paceline prepare`")
+    dataset: str | tuple[str, ...] = Field(description="dataset folder that `paceline prepare` wrote, or several")
+    weights: tuple[Weight, ...] | None = Field(
+        None, min_length=1, description="passes over each dataset in an epoch, such as [1, 0.5]; null: 1 each"
+    )
     max_length: int = Field(4096, ge=2, description="tokens a sample may have; `prepare --settings` and train hold it")
     on_long: Literal["refuse", "truncate"] = Field(
         "refuse", description="what `prepare --settings` does with longer samples: quarantine or cut"
     )
-    buckets: int = Field(6, ge=1, description="length buckets; their edges are chosen to waste the least padding")
-    edges: tuple[int, ...] | None = Field(
-        None, min_length=1, description="hand-written upper edges (inclusive), instead of buckets"
+    layout: Literal["bucketed", "trimmed", "packed"] = Field(
+        "trimmed", description="rows padded to their bucket's edge, trimmed to the longest, or packed end to end in one"
     )
-    align: int = Field(64, ge=1, description="bucket edges are multiples of this many tokens")
-    token_budget: int = Field(32768, ge=1, description="padded tokens a batch may hold")
-    min_batch: int = Field(1, ge=1, description="samples a batch holds at least, whatever the budget")
-    max_batch: int = Field(64, ge=1, description="samples a batch holds at most")
+    buckets: int = Field(6, ge=1, description="length buckets; edges are chosen to waste least padding; not for packed")
+    edges: tuple[int, ...] | None = Field(
+        None, min_length=1, description="hand-written upper edges (inclusive), instead of buckets; not for packed"
+    )
+    align: int = Field(64, ge=1, description="bucket edges are multiples of this many tokens; not for packed")
+    token_budget: int = Field(32768, ge=1, description="padded tokens a batch may hold; packed: its row's tokens")
+    min_batch: int = Field(1, ge=1, description="samples a batch holds at least, whatever the budget; not for packed")
+    max_batch: int = Field(64, ge=1, description="samples a batch holds at most; not for packed")
     reshuffle: Literal["samples", "batches"] = Field(
         "samples", description="drawn anew each epoch: who is in a batch (samples), or only the order of batches"
     )
+    prefetch: int = Field(8, ge=1, description="micro-batches that are built ahead")
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """The dataset folders."""
+        return (self.dataset,) if isinstance(self.dataset, str) else self.dataset
+
+    @field_validator("dataset", mode="before")
+    @classmethod
+    def _folder_or_list(cls, value: Any) -> Any:
+        """One message, where pydantic would tell about both kinds."""
+        items = value if isinstance(value, list | tuple) else [value]
+        if not items or not all(isinstance(item, str) for item in items):
+            raise PydanticCustomError("folders", "must be a folder or a list of folders, numbers in quotes")
+        if len(set(items)) < len(items):
+            raise PydanticCustomError("folders", "must name each folder once; data.weights takes one more often")
+        return value
 
     @model_validator(mode="after")
     def _check(self) -> "DataSettings":
         if self.max_batch < self.min_batch:
             raise ValueError(f"max_batch must be at least min_batch, got {self.max_batch} < {self.min_batch}")
-        if self.edges is not None and list(self.edges) != sorted(set(self.edges)):
-            raise ValueError(f"edges must ascend strictly, got {self.edges}")
-        if self.edges is not None and any(edge % self.align for edge in self.edges):
-            raise ValueError(f"edges must be multiples of align ({self.align}), got {self.edges}")
+        edges = self.edges or ()
+        if list(edges) != sorted(set(edges)):
+            raise ValueError(f"edges must ascend strictly, got {edges}")
+        if any(edge % self.align for edge in edges):
+            raise ValueError(f"edges must be multiples of align ({self.align}), got {edges}")
+        if edges and self.layout == "packed":
+            raise ValueError(f"edges are of length buckets, which layout: packed does without, got {edges}")
+        if self.weights is not None and len(self.weights) != len(self.folders):
+            raise ValueError(f"weights must be one a dataset, got {len(self.weights)} for {len(self.folders)}")
+        if self.reshuffle == "batches" and any(weight % 1 for weight in self.weights or ()):
+            raise ValueError(f"weights must be whole with reshuffle: batches (the same rows again), got {self.weights}")
         return self
 
 
@@ -177,6 +208,11 @@ class RunSettings(Section):
             raise ValueError(
                 f"pipeline.feature_cache: {self.pipeline.feature_cache} keeps features by batch, so it needs "
                 f"data.reshuffle: batches, got {self.data.reshuffle}"
+            )
+        if self.data.layout == "packed" and self.data.token_budget > self.train.context_slots:
+            raise ValueError(
+                f"data.token_budget must not exceed train.context_slots with data.layout: packed, "
+                f"got {self.data.token_budget} > {self.train.context_slots}: lower it to that"
             )
         return self
 
@@ -278,7 +314,8 @@ def _apply_override(tree: dict[str, Any], text: str) -> str:
         if not isinstance(child, dict):
             raise UserError(f"Override {text!r} treats {section} as a section, but it is a value.")
         node = child
-    node[leaf] = _value(text, raw, is_text=fields[key] in (str, str | None))
+    is_text = fields[key] in (str, str | None) or (key == "data.dataset" and not raw.startswith("["))
+    node[leaf] = _value(text, raw, is_text=is_text)
     return key
 
 

@@ -1,6 +1,6 @@
 """The records on the arrows between stages, and the errors that people see.
 
-Shapes: n samples of a micro-batch, S padded length, T real tokens, K anchors in use, B slots of a block,
+Shapes: R rows that the target computes, S padded length, T real tokens, K anchors in use, B slots of a block,
 m tapped layers, H target width. A stage receives a record and never calls the stage that made it.
 """
 
@@ -49,10 +49,16 @@ class TokenBatch:
     epoch: int
     step: int  # optimizer step it belongs to, from 0
     closes_step: bool  # the last micro-batch of its step
-    samples: tuple[int, ...]  # rows of the dataset
-    input_ids: Tensor  # int64 [n, S], right-padded with 0
+    samples: tuple[int, ...]  # rows of the datasets, numbered through
+    input_ids: Tensor  # int64 [R, S], right-padded with 0; a row holds one sample, or all of them when packed
     lengths: tuple[int, ...]  # real tokens of each sample
+    places_T: Tensor  # int64 [T], where each real token is in input_ids.flatten(), samples end to end
     blocks: BlockSet
+
+    @property
+    def packed(self) -> bool:
+        """Whether samples share a row."""
+        return len(self.lengths) > len(self.input_ids)
 
     @property
     def num_tokens(self) -> int:

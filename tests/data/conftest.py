@@ -1,16 +1,11 @@
-"""A small byte-level tokenizer with ChatML, and datasets made of given rows; nothing comes from the network."""
+"""A small byte-level tokenizer with ChatML; nothing comes from the network."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
-
-from paceline.blocks import anchor_candidates
-from paceline.data import store
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
@@ -46,21 +41,3 @@ def make_tokenizer() -> Callable[..., Any]:
 @pytest.fixture(scope="session")
 def tokenizer(make_tokenizer: Callable[..., Any]) -> Any:
     return make_tokenizer()
-
-
-ORIGIN = store.Origin("tiny", "r1", "f" * 64, None, "given ids", 2, [], {}, 0)
-
-
-@pytest.fixture
-def make_dataset(tmp_path: Path) -> Callable[..., store.CompletionDataset]:
-    """Return a maker of datasets from (ids, prompt length) pairs."""
-
-    def make(rows: list[tuple[list[int], int]], name: str = "dataset") -> store.CompletionDataset:
-        with store.writing(tmp_path / name, overwrite=True) as writer:
-            for ids, prompt in rows:
-                mask = np.arange(len(ids)) >= prompt
-                writer.add(np.array(ids), mask, len(anchor_candidates(mask)))
-            writer.finish(ORIGIN)
-        return store.open_dataset(tmp_path / name)
-
-    return make

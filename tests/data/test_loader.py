@@ -1,21 +1,30 @@
 """Micro-batches against a slow restatement of the cutting rule and of the block geometry."""
 
 from collections.abc import Callable
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from paceline import blocks
 from paceline.config import DataSettings, TrainSettings
-from paceline.data.loader import count_steps, cut_batch, largest_micro_batch, micro_batches
+from paceline.data.loader import count_steps, cut_batches, largest_micro_batch, micro_batches, schedule
+from paceline.data.mixture import Mixture
 from paceline.data.plan import plan
 from paceline.data.store import CompletionDataset
-from paceline.records import TokenBatch, UserError
+from paceline.records import BlockSet, RunError, TokenBatch, UserError
 
 BLOCK = 4
 DATA = DataSettings(dataset="d", align=8, buckets=3, token_budget=200, max_batch=6)
+LAYOUTS = {
+    "bucketed": DATA.model_copy(update={"layout": "bucketed"}),
+    "trimmed": DATA,
+    "packed": DATA.model_copy(update={"layout": "packed", "token_budget": 64}),
+}
 
 
 def train(**changes: Any) -> TrainSettings:
@@ -30,12 +39,19 @@ def rows() -> list[tuple[list[int], int]]:
 
 
 @pytest.fixture
-def dataset(make_dataset: Callable[..., CompletionDataset], rows: list[tuple[list[int], int]]) -> CompletionDataset:
-    return make_dataset(rows)
+def dataset(make_dataset: Callable[..., CompletionDataset], rows: list[tuple[list[int], int]]) -> Mixture:
+    return Mixture([make_dataset(rows)])
+
+
+@pytest.fixture
+def three(make_dataset: Callable[..., CompletionDataset], rows: list[tuple[list[int], int]]) -> Mixture:
+    """One whole pass, two thirds of one, and two and a half."""
+    parts = [make_dataset(part, f"part{i}") for i, part in enumerate((rows[:30], rows[30:63], rows[63:]))]
+    return Mixture(parts, [1.0, 0.7, 2.5])
 
 
 def expected_groups(
-    dataset: CompletionDataset, settings: TrainSettings, data: DataSettings = DATA
+    dataset: Mixture, settings: TrainSettings, data: DataSettings = DATA
 ) -> list[tuple[int, int, bool, list[int]]]:
     """(epoch, step, closes, rows) of each micro-batch, from the rule as it is told to people."""
     out: list[tuple[int, int, bool, list[int]]] = []
@@ -73,20 +89,20 @@ def expected_groups(
         {"max_steps": 4},
     ],
 )
-def test_the_cutting_rule(dataset: CompletionDataset, changes: dict[str, Any]) -> None:
-    settings = train(**changes)
-    got = list(micro_batches(dataset, DATA, settings, BLOCK))
-    want = expected_groups(dataset, settings)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_cutting_rule(dataset: Mixture, layout: str, changes: dict[str, Any]) -> None:
+    settings, data = train(**changes), LAYOUTS[layout]
+    got = list(micro_batches(dataset, data, settings, BLOCK))
+    want = expected_groups(dataset, settings, data)
     assert [(b.epoch, b.step, b.closes_step, list(b.samples)) for b in got] == want
     assert [b.seq for b in got] == list(range(len(want)))
     for batch in got:
         assert batch.num_tokens <= settings.context_slots
         assert len(batch.blocks.anchor_K) <= settings.anchor_slots
-    batches_per_epoch = len(plan(dataset.lengths, DATA, seed=settings.seed, epoch=0))
-    assert count_steps(batches_per_epoch, settings) == 1 + got[-1].step == sum(b.closes_step for b in got)
+    assert count_steps(dataset, data, settings) == 1 + got[-1].step == sum(b.closes_step for b in got)
 
 
-def test_the_cases_above_meet_the_rule(dataset: CompletionDataset) -> None:
+def test_the_cases_above_meet_the_rule(dataset: Mixture) -> None:
     """Each limit cuts somewhere, and epochs end with full and with smaller steps."""
     count = len(plan(dataset.lengths, DATA, seed=4, epoch=0))
     assert {count % n > 0 for n in (3, 4, 7)} == {True, False}
@@ -94,6 +110,19 @@ def test_the_cases_above_meet_the_rule(dataset: CompletionDataset) -> None:
     by_anchors = expected_groups(dataset, train(context_slots=1000))
     neither = expected_groups(dataset, train(anchor_slots=1000, context_slots=1000))
     assert len(by_tokens) > len(neither) < len(by_anchors)
+
+
+def cut_batch(lengths: list[int], anchors: list[int], train: TrainSettings) -> list[tuple[int, int]]:
+    """One batch, row by row."""
+    parts = []
+    start = tokens = drawn = 0
+    for i, (length, count) in enumerate(zip(lengths, anchors, strict=True)):
+        if i > start and (tokens + length > train.context_slots or drawn + count > train.anchor_slots):
+            parts.append((start, i))
+            start, tokens, drawn = i, 0, 0
+        tokens += length
+        drawn += count
+    return [*parts, (start, len(lengths))]
 
 
 @pytest.mark.parametrize(
@@ -104,34 +133,76 @@ def test_the_cases_above_meet_the_rule(dataset: CompletionDataset) -> None:
         ([9, 9, 9], [6, 6, 1], [(0, 2), (2, 3)]),
         ([64, 64], [12, 12], [(0, 1), (1, 2)]),
         ([1], [1], [(0, 1)]),
+        ([64, 1], [0, 0], [(0, 1), (1, 2)]),
     ],
 )
 def test_full_slots_are_used(lengths: list[int], anchors: list[int], want: list[tuple[int, int]]) -> None:
-    parts = cut_batch(lengths, anchors, train(anchors_per_sample=12))
-    assert [(part.start, part.stop) for part in parts] == want
+    settings = train(anchors_per_sample=12)
+    assert cut_batch(lengths, anchors, settings) == want
+    starts, _ = cut_batches(np.array(lengths), np.array(anchors), np.array([0, len(lengths)]), settings)
+    assert starts.tolist() == [start for start, _ in want] + [len(lengths)]
 
 
-def test_samples_lie_end_to_end(dataset: CompletionDataset, rows: list[tuple[list[int], int]]) -> None:
-    for batch in micro_batches(dataset, DATA, train(epochs=1), BLOCK):
-        assert batch.input_ids.shape == (len(batch.samples), max(batch.lengths))
+@given(
+    batches=st.lists(
+        st.lists(st.tuples(st.integers(0, 64), st.integers(0, 12)), min_size=1, max_size=12), min_size=1, max_size=12
+    )
+)
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_all_batches_are_cut_at_once_as_each_alone(batches: list[list[tuple[int, int]]]) -> None:
+    limits = train(anchors_per_sample=12)
+    offsets = np.cumsum([0, *map(len, batches)])
+    lengths, anchors = np.array([row for batch in batches for row in batch], dtype=np.int32).T
+    starts, batch_of = cut_batches(lengths, anchors, offsets, limits)
+    want = [
+        (int(offset) + start, index)
+        for index, (offset, batch) in enumerate(zip(offsets, batches, strict=False))
+        for start, _ in cut_batch([length for length, _ in batch], [count for _, count in batch], limits)
+    ]
+    assert list(zip(starts[:-1].tolist(), batch_of.tolist(), strict=True)) == want
+    assert starts[-1] == offsets[-1]
+
+
+def expected_width(batch: TokenBatch, made_edges: tuple[int, ...], layout: str) -> int:
+    longest = max(batch.lengths)
+    edge = min(edge for edge in made_edges if edge >= longest)
+    rounded = -(-longest // 32) * 32
+    total = -(-sum(batch.lengths) // 32) * 32
+    return {"bucketed": edge, "trimmed": min(edge, rounded), "packed": total}[layout]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_samples_lie_end_to_end(dataset: Mixture, rows: list[tuple[list[int], int]], layout: str) -> None:
+    edges = plan(dataset.lengths, LAYOUTS[layout], seed=4, epoch=0).edges
+    shared = 0
+    for batch in micro_batches(dataset, LAYOUTS[layout], train(epochs=1), BLOCK):
+        width = expected_width(batch, edges, layout)
+        assert batch.input_ids.shape == ((1 if layout == "packed" else len(batch.samples)), width)
+        shared += batch.packed
+        assert batch.packed == (layout == "packed" and len(batch.samples) > 1)
         flat: list[int] = []
+        padded: list[int] = []
         want = []
         for i, row in enumerate(batch.samples):
             ids, prompt = rows[row]
             assert batch.lengths[i] == len(ids)
-            assert batch.input_ids[i].tolist() == ids + [0] * (max(batch.lengths) - len(ids))
+            padded += ids + [0] * (width - len(ids)) * (layout != "packed")
             candidates = np.arange(prompt, len(ids) - 1)
             for a in blocks.sample_anchors(candidates, 5, seed=4, epoch=batch.epoch, sample=row).tolist():
                 labels = [ids[a + k] if k and a + k < len(ids) else 0 for k in range(BLOCK)]
                 valid = [k > 0 and a + k < len(ids) for k in range(BLOCK)]
                 want.append((len(flat), len(flat) + a, a, ids[a], labels, valid))
             flat += ids
+        assert batch.input_ids.flatten().tolist() == padded + [0] * (batch.input_ids.numel() - len(padded))
+        assert batch.input_ids.flatten()[batch.places_T].tolist() == flat
         got = batch.blocks
         fields = (got.start_K, got.anchor_K, got.position_K, got.token_K, got.labels_KB, got.valid_KB)
         assert list(zip(*(field.tolist() for field in fields), strict=True)) == want
         assert got.anchor_K.tolist() == sorted(got.anchor_K.tolist())
         assert [flat[a] for a in got.anchor_K] == got.token_K.tolist()
         assert {field.dtype for field in fields} == {torch.int64, torch.bool}
+        assert batch.input_ids.dtype == batch.places_T.dtype == torch.int64
+    assert bool(shared) == (layout == "packed")
 
 
 def anchors_of(batches: list[TokenBatch]) -> dict[tuple[int, int], list[int]]:
@@ -146,33 +217,121 @@ def anchors_of(batches: list[TokenBatch]) -> dict[tuple[int, int], list[int]]:
     return out
 
 
-def test_blocks_do_not_depend_on_the_layout(dataset: CompletionDataset) -> None:
-    other = DATA.model_copy(update={"buckets": 1, "token_budget": 60})
+def test_blocks_do_not_depend_on_the_layout(dataset: Mixture) -> None:
     one = anchors_of(list(micro_batches(dataset, DATA, train(), BLOCK)))
-    two = anchors_of(list(micro_batches(dataset, other, train(context_slots=500, anchor_slots=99), BLOCK)))
-    assert one == two
+    other = DATA.model_copy(update={"buckets": 1, "token_budget": 64})
+    for data in (other, *LAYOUTS.values()):
+        assert anchors_of(list(micro_batches(dataset, data, train(context_slots=500, anchor_slots=99), BLOCK))) == one
     assert set(one) == {(epoch, row) for epoch in range(2) for row in range(70)}
     assert any(one[0, row] != one[1, row] for row in range(70))
 
 
-def test_too_long_a_sample_is_refused_before_anything_is_yielded(dataset: CompletionDataset) -> None:
+def test_too_long_a_sample_is_refused_before_anything_is_yielded(dataset: Mixture) -> None:
     longest = int(dataset.lengths.max())
-    with pytest.raises(UserError, match=rf"train\.context_slots \(40\).*{dataset.folder}.*{longest} tokens"):
+    with pytest.raises(
+        UserError, match=rf"train\.context_slots \(40\).*{dataset.datasets[0].folder}.*{longest} tokens"
+    ):
         micro_batches(dataset, DATA, train(context_slots=40), BLOCK)
     with pytest.raises(UserError, match=r"train\.context_slots"):
         largest_micro_batch(dataset, DATA, train(context_slots=40), BLOCK)
 
 
-def test_largest_micro_batch(dataset: CompletionDataset) -> None:
-    settings = train(max_steps=1)
-    largest = largest_micro_batch(dataset, DATA, settings, BLOCK)
-    every = list(micro_batches(dataset, DATA, train(epochs=1), BLOCK))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_largest_micro_batch(dataset: Mixture, layout: str) -> None:
+    data = LAYOUTS[layout]
+    largest = largest_micro_batch(dataset, data, train(max_steps=1), BLOCK)
+    every = list(micro_batches(dataset, data, train(epochs=1), BLOCK))
     assert largest.input_ids.numel() == max(batch.input_ids.numel() for batch in every)
+    assert any(same(largest, replace(batch, seq=0)) for batch in every)
 
 
 @pytest.mark.parametrize(
-    ("batches", "changes", "steps"),
-    [(6, {}, 4), (7, {}, 6), (1, {}, 2), (7, {"max_steps": 5}, 5), (7, {"max_steps": 50}, 6)],
+    ("changes", "steps"),
+    [
+        ({}, 6),
+        ({"batches_per_step": 7}, 2),
+        ({"batches_per_step": 6}, 4),
+        ({"max_steps": 5}, 5),
+        ({"max_steps": 50}, 6),
+    ],
 )
-def test_count_steps(batches: int, changes: dict[str, Any], steps: int) -> None:
-    assert count_steps(batches, train(**changes)) == steps
+def test_count_steps(make_dataset: Callable[..., CompletionDataset], changes: dict[str, Any], steps: int) -> None:
+    seven = Mixture([make_dataset([([5, 6, 7], 1)] * 14)])
+    data = DATA.model_copy(update={"max_batch": 2})
+    assert count_steps(seven, data, train(**changes)) == steps
+
+
+def same(one: TokenBatch, two: TokenBatch) -> bool:
+    plain = ("seq", "epoch", "step", "closes_step", "samples", "lengths")
+    tensors = [(one.input_ids, two.input_ids), (one.places_T, two.places_T)]
+    tensors += [(getattr(one.blocks, f.name), getattr(two.blocks, f.name)) for f in fields(BlockSet)]
+    return all(getattr(one, name) == getattr(two, name) for name in plain) and all(
+        torch.equal(a, b) for a, b in tensors
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("source", ["dataset", "three"])
+def test_a_stream_that_starts_later_is_the_rest_of_the_whole_one(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, layout: str, source: str
+) -> None:
+    mixture, data = request.getfixturevalue(source), LAYOUTS[layout]
+    settings = train(epochs=3, batches_per_step=2)
+    whole = list(micro_batches(mixture, data, settings, BLOCK))
+    steps = count_steps(mixture, data, settings)
+    assert steps == whole[-1].step + 1 == len({batch.step for batch in whole})
+    read: list[int] = []
+    row = Mixture.row
+    monkeypatch.setattr(Mixture, "row", lambda self, index: read.append(index) or row(self, index))
+    firsts = [
+        batch.step
+        for batch, before in zip(whole, [None, *whole], strict=False)
+        if before is None or (before.epoch != batch.epoch)
+    ]
+    for first in {0, 1, *firsts, firsts[1] - 1, firsts[2] + 1, steps - 1, steps, steps + 5}:
+        rest = [batch for batch in whole if batch.step >= first]
+        read.clear()
+        got = list(micro_batches(mixture, data, settings, BLOCK, first_step=first))
+        assert len(got) == len(rest)
+        assert all(same(a, replace(b, seq=seq)) for seq, (a, b) in enumerate(zip(got, rest, strict=True)))
+        assert read == [index for batch in rest for index in batch.samples], "no row that was skipped is read"
+    shorter = settings.model_copy(update={"max_steps": steps - 2})
+    got = list(micro_batches(mixture, data, shorter, BLOCK, first_step=1))
+    assert {batch.step for batch in got} == set(range(1, steps - 2))
+    assert count_steps(mixture, data, shorter) == steps - 2
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_of_several_datasets_bring_their_own_tokens_and_a_draw_for_each_pass(
+    three: Mixture, rows: list[tuple[list[int], int]], layout: str
+) -> None:
+    settings = train(epochs=4)
+    seen: dict[tuple[int, int], int] = {}
+    cuts = schedule(three, LAYOUTS[layout], settings)
+    for cut, batch in zip(cuts, micro_batches(three, LAYOUTS[layout], settings, BLOCK), strict=True):
+        assert cut.rows == batch.samples
+        flat = batch.input_ids.flatten()[batch.places_T].tolist()
+        start = 0
+        for index, turn, length in zip(cut.rows, cut.passes, batch.lengths, strict=True):
+            ids, prompt = rows[index]
+            assert flat[start : start + length] == ids
+            drawn = blocks.sample_anchors(np.arange(prompt, len(ids) - 1), 5, seed=4, epoch=turn, sample=index)
+            assert batch.blocks.anchor_K[batch.blocks.start_K == start].tolist() == (start + drawn).tolist()
+            seen[index, turn] = seen.get((index, turn), 0) + 1
+            start += length
+    assert set(seen.values()) == {1}, "no pass takes a row twice"
+    assert {turn for index, turn in seen if index >= 63} == set(range(10))
+
+
+@pytest.mark.parametrize("wrong", [-1, 100, 2**31 - 1])
+def test_an_id_that_the_dataset_has_not_is_told_with_its_row(
+    make_dataset: Callable[..., CompletionDataset], wrong: int
+) -> None:
+    good, bad = make_dataset([([5, 99, 7], 1)]), make_dataset([([5, 6, 7], 1), ([5, 6, wrong, 7], 1)], "bad")
+    bad.manifest = replace(bad.manifest, largest_id=50)
+    with pytest.raises(
+        RunError, match=rf"bad lie in 0\.\.50 .* row 1 of .*bad holds {wrong:,}: .*prepare .*bad --verify"
+    ):
+        list(micro_batches(Mixture([good, bad]), DATA, train(), BLOCK))
+    only = [batch.samples for batch in micro_batches(Mixture([good, make_dataset([([5], 1)], "c")]), DATA, train(), 4)]
+    assert only, "an id that only one of the datasets has is none too many"

@@ -41,6 +41,12 @@ def test_a_finished_conversation_is_asked_its_last_question_again() -> None:
     assert prompt.messages == [user("q")]
 
 
+def test_the_other_spelling_a_system_text_and_tools() -> None:
+    row = {"conversations": [{"from": "human", "value": "q"}], "system": "s", "tools": [{"name": "f"}]}
+    (prompt,) = read_prompts(written(json.dumps(row)))
+    assert prompt == Prompt([{"role": "system", "content": "s"}, user("q")], "p.jsonl:1", [{"name": "f"}])
+
+
 @pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85", "\u000b", "\u001e"])
 def test_only_a_line_feed_ends_a_line(separator: str) -> None:
     """JSON allows the first three unescaped inside a text, and `generate` writes them so."""
@@ -69,9 +75,7 @@ FORM = 'needs a non-empty "prompt" text or a list of "messages" objects, found k
         ('{"prompt": ""}', f"{FORM} ['prompt']."),
         ('{"prompt": " \\n"}', f"{FORM} ['prompt']."),
         ('{"prompt": 5}', f"{FORM} ['prompt']."),
-        ('{"messages": []}', f"{FORM} ['messages']."),
-        ('{"messages": "x"}', f"{FORM} ['messages']."),
-        ('{"messages": ["x"]}', f"{FORM} ['messages']."),
+        ('{"messages": null}', f"{FORM} ['messages']."),
         (
             '{"messages": [{"role": "assistant", "content": "x"}]}',
             "has no message before the assistant's. Add the user's.",
@@ -83,6 +87,21 @@ def test_lines_that_are_refused(line: str, sentence: str) -> None:
         read_prompts(written('{"prompt": "x"}', "", line))
     expected = f"p.jsonl:3 {sentence}"
     assert str(caught.value) == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ('{"messages": []}', "messages must be a list with entries, got []."),
+        ('{"messages": "x"}', "messages must be a list with entries, got 'x'."),
+        ('{"messages": ["x"]}', "Message 1 must be an object with a role, got 'x'."),
+        ('{"messages": [{"role": "user", "content": "x"}], "tools": [1]}', "tools must be a list of objects, got [1]."),
+    ],
+)
+def test_messages_that_are_refused_when_they_are_read(line: str, sentence: str) -> None:
+    with pytest.raises(UserError) as caught:
+        read_prompts(written('{"prompt": "x"}', line))
+    assert str(caught.value).startswith(f"p.jsonl:2: {sentence}")
 
 
 @pytest.mark.parametrize("line", ["[" * 100_000, '{"prompt": ' + "1" * 5000 + "}"])

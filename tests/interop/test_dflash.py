@@ -25,8 +25,9 @@ from torch import Tensor
 from paceline import blocks
 from paceline.checkpoint import DrafterMeta, load_meta, load_weights, save_drafter
 from paceline.config import DrafterSettings, RunSettings
-from paceline.data import store
 from paceline.data.chat import prompt_ids
+from paceline.data.manifest import Origin, tokenizer_fingerprint
+from paceline.data.writer import writing
 from paceline.decode.draft import DraftSession
 from paceline.decode.evaluate import acceptance
 from paceline.decode.generate import generate
@@ -271,13 +272,13 @@ def copy_with_theta(source: Path, folder: Path, theta: float) -> Path:
 
 
 def write(folder: Path, facts: TargetFacts, completions: list[Completion]) -> Path:
-    fingerprint = store.tokenizer_fingerprint(load_tokenizer(str(facts.folder)))
-    origin = store.Origin(str(facts.folder), facts.revision, fingerprint, None, "given ids", MASK, [], {}, 0)
-    with store.writing(folder) as writer:
+    fingerprint = tokenizer_fingerprint(load_tokenizer(str(facts.folder)))
+    origin = Origin(str(facts.folder), facts.revision, fingerprint, None, "given ids", MASK, [], {}, 0)
+    with writing(folder) as writer:
         for c in completions:
             mask = np.arange(len(c.prompt_ids) + len(c.token_ids)) >= len(c.prompt_ids)
             writer.add(np.array([*c.prompt_ids, *c.token_ids]), mask, len(blocks.anchor_candidates(mask)))
-        writer.finish(origin)
+        writer.complete(origin)
     return folder
 
 

@@ -15,7 +15,8 @@ BLOCKS = BlockSet(EMPTY, EMPTY, EMPTY, EMPTY, torch.zeros(0, 4, dtype=torch.long
 
 def batch(seq: int, tokens: int = 4) -> FeatureBatch:
     """A feature batch of 4 bytes a token."""
-    record = TokenBatch(seq, 0, seq, True, (seq,), torch.zeros(1, tokens, dtype=torch.long), (tokens,), BLOCKS)
+    ids = torch.zeros(1, tokens, dtype=torch.long)
+    record = TokenBatch(seq, 0, seq, True, (seq,), ids, (tokens,), torch.arange(tokens), BLOCKS)
     return FeatureBatch(record, torch.zeros(tokens, 1), torch.arange(tokens))
 
 

@@ -65,6 +65,7 @@ OTHERS = {
     "three replicas and hardly any credit": {"pipeline": {"targets": ["cpu"] * 3, "credit_gib": 1e-6}},
     "features kept in memory": {"pipeline": {"feature_cache": "memory"}},
     "features kept on disk": {"pipeline": {"feature_cache": "disk"}},
+    "built ahead one by one": {"data": {"prefetch": 1}},
     "a cache with room for a part": {"pipeline": {"feature_cache": "memory", "feature_cache_gib": 2e-4}},
 }
 
@@ -78,6 +79,46 @@ def test_losses_and_weights_are_bit_identical_however_features_are_made(settings
         losses, other = run(settings(name.replace(" ", "-"), train={"optimizer": optimizer}, **changes))
         assert losses == expected, name
         assert all(torch.equal(other[key], weights[key]) for key in weights), name
+
+
+LAYOUTS: dict[str, dict[str, object]] = {
+    "bucketed": {"layout": "bucketed"},
+    "packed": {"layout": "packed", "token_budget": 100},
+    "packed, samples drawn anew": {"layout": "packed", "token_budget": 100, "reshuffle": "samples"},
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_no_layout_changes_that(settings: Any, name: str) -> None:
+    data = LAYOUTS[name]
+    expected, _ = run(settings("one", data=data))
+    assert expected[-1] < expected[0]
+    others = ["two replicas", "built ahead one by one"]
+    for other in others + ["features kept in memory"] * (data.get("reshuffle") != "samples"):
+        changes = {"data": data} | {key: data | more if key == "data" else more for key, more in OTHERS[other].items()}
+        assert run(settings(other.replace(" ", "-"), **changes))[0] == expected, other
+
+
+def test_several_datasets_at_their_weights(
+    settings: Any, write_dataset: Callable[..., Path], random_rows: list
+) -> None:
+    folders = [str(write_dataset(rows, name)) for rows, name in ((random_rows[:9], "a"), (random_rows[9:], "b"))]
+    data = {"dataset": folders, "weights": [1, 0.5], "reshuffle": "samples"}
+    expected, _ = run(settings("one", data=data))
+    assert run(settings("two", data=data, pipeline={"targets": ["cpu", "cpu"]}))[0] == expected
+    provenance = json.loads((Path(settings("one").run_dir) / "provenance.json").read_text())
+    assert [made["folder"] for made in provenance["dataset"]] == folders
+
+
+def test_a_damaged_row_ends_the_run_with_its_place(settings: Any) -> None:
+    tree = settings("damaged")
+    manifest = Path(tree.data.dataset) / "manifest.json"
+    told = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({**told, "largest_id": told["largest_id"] - 1}))
+    sentence = rf"row \d+ of {tree.data.dataset} holds {told['largest_id']}: the dataset is damaged\. .* --verify"
+    with pytest.raises((RunError, UserError), match=sentence):
+        train(tree, console=Console(json=True))
+    assert not [thread.name for thread in threading.enumerate() if thread.name == "prefetch"]
 
 
 def test_the_cache_spares_the_target(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,12 +141,10 @@ def test_the_cache_spares_the_target(settings: Any, monkeypatch: pytest.MonkeyPa
 
 def _plan_rows(settings: Any) -> list[tuple[int, ...]]:
     from paceline.data import loader
-    from paceline.data.store import open_dataset
+    from paceline.data.mixture import open_mixture
 
     tree = settings("unused")
-    dataset = open_dataset(Path(tree.data.dataset))
-    cuts = loader.schedule(dataset.lengths, dataset.candidates, tree.data, tree.train)
-    return [cut.rows for cut in cuts]
+    return [cut.rows for cut in loader.schedule(open_mixture(tree.data), tree.data, tree.train)]
 
 
 def test_the_saved_settings_give_the_same_run_again(settings: Any, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from paceline.records import UserError
+from paceline.records import BlockSet, TokenBatch, UserError
 from paceline.target.load import TargetFacts, load_causal, load_ends
 from paceline.target.model import DecodingTarget, FeatureTarget, check_taps
 
@@ -22,19 +22,65 @@ def test_taps_equal_the_stock_models_hidden_states(facts: TargetFacts) -> None:
     taps = (0, 2, facts.num_layers - 2)  # first and last allowed included
     ids = torch.randint(4, 128, (2, 11), generator=torch.Generator().manual_seed(0))
     expected = _stock(facts)(ids, output_hidden_states=True).hidden_states
-    features = FeatureTarget(facts, taps, dtype=torch.float64, device="cpu").features(ids, (11, 11))
+    features = FeatureTarget(facts, taps, dtype=torch.float64, device="cpu").features(batch_of(list(ids)))
     wanted = torch.cat([expected[tap + 1] for tap in taps], dim=-1).flatten(0, 1)
     torch.testing.assert_close(features, wanted, rtol=1e-12, atol=1e-12)
 
 
-def test_features_do_not_depend_on_padding_or_company(facts: TargetFacts) -> None:
-    target = FeatureTarget(facts, (1, 3), dtype=torch.float64, device="cpu")
-    ids = torch.randint(4, 128, (3, 17), generator=torch.Generator().manual_seed(1))
-    lengths = (9, 17, 4)
-    together = target.features(ids, lengths)
-    alone = torch.cat([target.features(ids[i : i + 1, :n], (n,)) for i, n in enumerate(lengths)])
-    assert together.shape == (30, 2 * facts.hidden_size)
-    torch.testing.assert_close(together, alone, rtol=1e-10, atol=1e-10)
+def batch_of(samples: list[torch.Tensor], *, packed: bool = False, width: int | None = None) -> TokenBatch:
+    """What a target reads of a micro-batch: a row a sample, or all in one, padded to a width."""
+    lengths = tuple(map(len, samples))
+    if packed:
+        flat = torch.cat(samples)
+        ids = torch.zeros(1, width or len(flat), dtype=torch.int64)
+        ids[0, : len(flat)] = flat
+        places = list(range(len(flat)))
+    else:
+        ids = torch.zeros(len(samples), width or max(lengths), dtype=torch.int64)
+        places = []
+        for i, sample in enumerate(samples):
+            ids[i, : len(sample)] = sample
+            places += [i * ids.shape[1] + t for t in range(len(sample))]
+    none = torch.zeros(0, dtype=torch.int64)
+    blocks = BlockSet(none, none, none, none, none.view(0, 4), none.view(0, 4).bool())
+    return TokenBatch(0, 0, 0, True, tuple(range(len(samples))), ids, lengths, torch.tensor(places), blocks)
+
+
+WAYS = {
+    "trimmed": {},
+    "bucketed": {"width": 40},
+    "packed": {"packed": True},
+    "packed with a padded tail": {"packed": True, "width": 64},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("attention", "dtype", "near"),
+    [
+        ("sdpa", torch.float64, 1e-10),
+        ("sdpa", torch.float32, 2e-5),
+        ("eager", torch.float64, 2e-5),  # its softmax is float32 all the same
+    ],
+)
+def test_features_are_those_of_each_sample_alone(
+    facts: TargetFacts, way: str, attention: str, dtype: torch.dtype, near: float
+) -> None:
+    """In the stock model; the third sample is as short as can be, two have the same beginning, and padding is seen."""
+    taps = (1, 3)
+    generator = torch.Generator().manual_seed(1)
+    samples = [torch.randint(4, 128, (n,), generator=generator) for n in (9, 17, 1, 4)]
+    samples.append(torch.cat([samples[1][:6], samples[0]]))
+    target = FeatureTarget(facts, taps, dtype=dtype, device="cpu")
+    target._trunk.set_attn_implementation(attention)
+    features = target.features(batch_of(samples, **WAYS[way]))
+    stock = _stock(facts)
+    wanted = []
+    for sample in samples:
+        hidden = stock(sample[None], output_hidden_states=True).hidden_states
+        wanted.append(torch.cat([hidden[tap + 1][0] for tap in taps], dim=-1))
+    assert features.shape == (46, 2 * facts.hidden_size)
+    torch.testing.assert_close(features.double(), torch.cat(wanted), rtol=near, atol=near)
 
 
 def test_the_trunk_ends_at_the_deepest_tap(facts: TargetFacts) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from paceline import blocks
 from paceline.config import DataSettings, DrafterSettings, TrainSettings
 from paceline.data import loader
+from paceline.data.mixture import Mixture
 from paceline.data.store import CompletionDataset, open_dataset
 from paceline.drafter.ends import FrozenEnds
 from paceline.drafter.model import Drafter
@@ -41,8 +43,16 @@ def dataset(write_dataset: Callable[..., Path], random_rows: list) -> Completion
 
 
 def features_of(target: FeatureTarget, tokens: TokenBatch) -> FeatureBatch:
-    features = target.features(tokens.input_ids, tokens.lengths)
+    features = target.features(tokens)
     return FeatureBatch(tokens, features, blocks.context_positions(tokens.lengths))
+
+
+def alone(target: FeatureTarget, ids: np.ndarray) -> torch.Tensor:
+    """A sample's features from a forward of its own."""
+    with torch.inference_mode():
+        target._trunk(torch.tensor(ids.astype(np.int64))[None], use_cache=False)
+        features = target._taps.take()[0]
+    return features.clone()
 
 
 def make_step(tiny: TargetFacts, shape: DrafterSettings, ends: FrozenEnds, settings: TrainSettings) -> DrafterStep:
@@ -54,7 +64,7 @@ def one_step(
 ) -> tuple[StepReport, list[torch.Tensor]]:
     """Run the micro-batches of the first step and return its sums and summed gradients."""
     step.clear()
-    for tokens in loader.micro_batches(dataset, data, step.settings, step.drafter.settings.block_size):
+    for tokens in loader.micro_batches(Mixture([dataset]), data, step.settings, step.drafter.settings.block_size):
         batch = features_of(target, tokens)
         step.load(batch)
         step.micro()
@@ -74,7 +84,7 @@ def plain_loop(
     total, weight_sum, accepted = torch.zeros((), dtype=torch.float64), 0.0, [0] * (B - 1)
     for row in range(len(dataset)):
         ids, mask = dataset.row(row)
-        features = target.features(torch.from_numpy(ids)[None], (len(ids),)).clone()
+        features = alone(target, ids)
         drawn = blocks.sample_anchors(
             blocks.anchor_candidates(mask), settings.anchors_per_sample, seed=settings.seed, epoch=0, sample=row
         )
@@ -114,6 +124,9 @@ OTHER_WAYS = {
     "one bucket, much padding": ({"buckets": 1, "token_budget": 10000}, {}),
     "one sample a batch": ({"max_batch": 1}, {}),
     "other edges": ({"edges": (24, 40), "token_budget": 80}, {}),
+    "padded to the edge": ({"layout": "bucketed"}, {}),
+    "packed": ({"layout": "packed", "token_budget": 90}, {}),
+    "packed, small micro-batches": ({"layout": "packed", "token_budget": 90}, {"anchor_slots": 6}),
     "small micro-batches": ({}, {"context_slots": 50, "anchor_slots": 6}),
     "large micro-batches, mostly unused": ({}, {"context_slots": 2000, "anchor_slots": 400}),
     "small buffer of logits": ({}, {"logits_mib": 1}),
@@ -175,7 +188,7 @@ def test_tokens_after_an_anchor_do_not_reach_its_block(tiny, shape, target, ends
     def hidden(rows: list) -> tuple[torch.Tensor, torch.Tensor]:
         step = make_step(tiny, shape, ends, SETTINGS)
         dataset = open_dataset(write_dataset(rows, name=f"leak{len(list(Path(target_dir).iterdir()))}"))
-        tokens = next(loader.micro_batches(dataset, data_settings(max_batch=1), SETTINGS, shape.block_size))
+        tokens = next(loader.micro_batches(Mixture([dataset]), data_settings(max_batch=1), SETTINGS, shape.block_size))
         step.load(features_of(target, tokens))
         return step._hidden().detach()[: len(tokens.blocks.anchor_K)], tokens.blocks.position_K
 
@@ -209,7 +222,7 @@ def test_the_loop_steps_at_the_rate_of_the_schedule_and_never_on_a_step_that_is_
     monkeypatch.setattr(DrafterStep, "update", recorded)
     batches = [
         features_of(target, tokens)
-        for tokens in loader.micro_batches(dataset, data_settings(), settings, shape.block_size)
+        for tokens in loader.micro_batches(Mixture([dataset]), data_settings(), settings, shape.block_size)
     ]
     steps = batches[-1].tokens.step + 1
     reports: list[StepReport] = []

@@ -3,43 +3,64 @@
 The mask is True on what the target generates in an assistant turn, its end-of-turn token included. It comes from the
 template's own `{% generation %}` markers where it has them, else from renderings that differ by one turn; it is never
 searched for in the text. The whole conversation is tokenized once, so ids are those of the conversation as it stands.
+A token that lies across the border of an answer is not supervised.
 
 Shapes: S tokens of a conversation.
 """
 
-import re
-from collections.abc import Iterator
-from typing import Any, cast
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
 
 import numpy as np
 from jaxtyping import Bool, Int
-from jinja2 import TemplateError
-from transformers.utils.chat_template_utils import render_jinja_template
 
+from paceline.data import chat_spans
+from paceline.data.chat_spans import Span
+from paceline.data.chat_template import Template, Tools, chat_template, check_unicode
+from paceline.data.messages import BadRow, read_messages, read_tools
+from paceline.data.preformatted import Frame, find_frame
 from paceline.records import UserError
 
-ROLES = ("system", "user", "assistant", "tool")
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+__all__ = ["BadRow", "ChatEncoder", "ChatOptions", "Masked", "Rendered", "chat_template", "prompt_ids"]
 
-Message = dict[str, Any]
+Masked = tuple[Int[np.ndarray, " S"], Bool[np.ndarray, " S"]]  # ids int32, what is supervised
+
+_PROBE = [{"role": role, "content": digit} for digit in "01" for role in ("user", "assistant")]
 
 
-class BadRow(UserError):
-    """A row that cannot be used: `reason` is the kind that is counted, the text says what is wrong with this one."""
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """How conversations are rendered and what of them is supervised.
 
-    def __init__(self, reason: str, sentence: str) -> None:
-        super().__init__(sentence)
-        self.reason = reason
+    `mask_reasoning` leaves out an answer's beginning up to the last character of its reasoning, the opening marker
+    included; the closing marker and what follows stay supervised. An answer without reasoning, or whose reasoning the
+    template drops, stays as it is, empty markers included. Reasoning is a message's `reasoning_content`, or a
+    <think>…</think> that its content begins with.
+    """
+
+    turns: Literal["all", "last"] = "all"  # last: only the last message of the assistant
+    mask_reasoning: bool = False
+    template_args: dict[str, Any] = field(default_factory=dict)  # passed to the template, as enable_thinking=False
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A conversation's text and which of its characters are supervised; None: answers are located by their tokens."""
+
+    text: str
+    spans: tuple[Span, ...] | None
 
 
 class ChatEncoder:
-    """A tokenizer with a chat template, ready to encode many conversations."""
+    """A tokenizer with a chat template and options, ready to encode many conversations; it can be pickled."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, options: ChatOptions | None = None) -> None:
         """Look at the tokenizer once.
 
         Raises:
-            UserError: the tokenizer has no offsets.
+            UserError: the tokenizer has no offsets, or the options set what they must not.
         """
         if not tokenizer.is_fast:
             raise UserError(
@@ -47,162 +68,184 @@ class ChatEncoder:
                 "Save it as a fast tokenizer (tokenizer.json)."
             )
         self.tokenizer = tokenizer
+        self.options = options or ChatOptions()
         self.special_ids = np.array(sorted(_special_ids(tokenizer)), dtype=np.int64)
+        self._special = frozenset(self.special_ids.tolist())
+        self._template = Template(tokenizer, self.options.template_args) if tokenizer.chat_template else None
+        self._frame: Frame | None = None  # of preformatted text, once there is some
 
     @property
     def mask_rule(self) -> str:
-        """Name where the loss mask of a conversation comes from."""
-        template = self.tokenizer.chat_template
-        if template is None:
-            return "given ids"
-        return "generation markers" if _has_markers(self.tokenizer) else "turn prefixes"
+        """Name where the loss mask of a conversation comes from, and the options in force."""
+        source = "given ids"
+        if self._template is not None:
+            source = "generation markers" if self._template.is_marked() else "turn prefixes"
+        options = self.options
+        parts = [source, *(["last turn only"] if options.turns == "last" else [])]
+        parts += ["reasoning masked"] if options.mask_reasoning else []
+        return "; ".join(parts + [f"{name}={value!r}" for name, value in sorted(options.template_args.items())])
 
-    def encode(self, messages: object) -> tuple[Int[np.ndarray, " S"], Bool[np.ndarray, " S"]]:
-        """Return the conversation's ids and which of them the assistant generates.
+    def render(self, messages: object, tools: Tools = None) -> Rendered:
+        """Return the conversation's text and the characters that are supervised.
 
         Raises:
             BadRow: the messages are malformed, or the template does not say where their answers lie.
             UserError: the tokenizer has no chat template.
         """
-        turns = check_messages(messages)
-        answers = [turn for turn in turns if turn["role"] == "assistant"]
-        if not answers or any(
-            not (turn.get("content") or "").strip() and not turn.get("tool_calls") for turn in answers
-        ):
+        turns, tools = read_messages(messages), read_tools(tools)
+        last_only = self.options.turns == "last"
+        answers = [turn for turn in turns if turn["role"] == "assistant"][-1 if last_only else 0 :]
+        if not answers or any(not turn["content"].strip() and not turn.get("tool_calls") for turn in answers):
             raise BadRow("empty completion", "A conversation needs an assistant message, and none of them empty.")
-        text = _render(self.tokenizer, turns)
-        marked = _has_markers(self.tokenizer)
-        spans = self._marked_spans(turns) if marked else self._answer_spans(turns, text)
-        encoded = _tokenize(self.tokenizer, text, offsets=True)
-        ids_S = np.array(encoded["input_ids"], dtype=np.int64)
-        offsets_S2 = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+        template = self._needed_template()
+        locate = chat_spans.marked_spans if template.is_marked(tools) else chat_spans.answer_spans
+        text, spans = locate(template, turns, tools, last_only=last_only, mask_reasoning=self.options.mask_reasoning)
+        return Rendered(text, spans)
+
+    def preformatted(self, text: str) -> Rendered:
+        """Return a text that the template has rendered elsewhere; its answers are located when it is tokenized.
+
+        Raises:
+            BadRow: it is no text.
+            UserError: the tokenizer has no chat template, the template's answers cannot be found in a text, or
+                reasoning is to be masked.
+        """
+        if self.options.mask_reasoning:
+            raise UserError(
+                "Masking reasoning needs messages, got preformatted text, which does not say what reasoning is. "
+                "Give messages, or leave the reasoning supervised."
+            )
+        if not isinstance(text, str) or not text:
+            raise BadRow("empty completion", "Preformatted text must be a text with an answer in it.")
+        check_unicode(text)
+        self._needed_frame()
+        return Rendered(text, None)
+
+    def tokenize(self, rendered: Sequence[Rendered]) -> list[Masked | BadRow]:
+        """Return the ids of each text (int32) and which of them are supervised, or why there are none.
+
+        All texts are one call of the tokenizer, which spreads them over cores unless it is told not to.
+        """
+        encodings = self._encode_batch([one.text for one in rendered])
+        return [self._masked(one, encoding) for one, encoding in zip(rendered, encodings, strict=True)]
+
+    def encode(self, messages: object, tools: Tools = None) -> Masked:
+        """Return the conversation's ids and which of them are supervised.
+
+        Raises:
+            BadRow: the messages are malformed, or the template does not say where their answers lie.
+            UserError: the tokenizer has no chat template.
+        """
+        (done,) = self.tokenize([self.render(messages, tools)])
+        if isinstance(done, BadRow):
+            raise done
+        return done
+
+    def _needed_template(self) -> Template:
+        return self._template or Template(self.tokenizer, {})  # the latter says that there is none
+
+    def _needed_frame(self) -> Frame:
+        """Return what stands around answers, once it is seen to give the mask that messages give."""
+        if self._frame is None:
+            frame = find_frame(
+                self._needed_template(), lambda text: cast(list[int], self._encode_batch([text])[0].ids), self._special
+            )
+            rendered = self.render(_PROBE)
+            self._frame = frame
+            (from_messages, from_text) = self.tokenize([rendered, Rendered(rendered.text, None)])
+            if (
+                isinstance(from_messages, BadRow)
+                or isinstance(from_text, BadRow)
+                or not np.array_equal(from_messages[1], from_text[1])
+            ):
+                self._frame = None
+                raise UserError(
+                    "The chat template must open and close all answers alike to find them in preformatted text, and "
+                    f"that of {self.tokenizer.name_or_path} does not. Give messages instead."
+                )
+        return self._frame
+
+    def _encode_batch(self, texts: list[str]) -> list[Any]:
+        backend = self.tokenizer.backend_tokenizer
+        # Whoever used the tokenizer before may have left limits in it.
+        if backend.truncation is not None:
+            backend.no_truncation()
+        if backend.padding is not None:
+            backend.no_padding()
+        # The template has written every special token.
+        return cast(list[Any], backend.encode_batch(texts, add_special_tokens=False))
+
+    def _masked(self, rendered: Rendered, encoding: Any) -> Masked | BadRow:
+        ids = encoding.ids
+        ids_S = np.array(ids, dtype=np.int32)
         mask_S = np.zeros(len(ids_S), dtype=bool)
-        for inside in _tokens_inside(offsets_S2, spans):
-            mask_S[inside if marked else self._up_to_stop(ids_S, inside)] = True
+        try:
+            if rendered.spans is None:
+                ranges = self._framed(rendered.text, ids_S, encoding)
+            else:
+                ranges = [self._supervised(span, ids, encoding) for span in rendered.spans]
+        except BadRow as error:
+            return error
+        for first, behind in ranges:
+            mask_S[first:behind] = True
         return ids_S, mask_S
 
-    def _marked_spans(self, turns: list[Message]) -> list[tuple[int, int]]:
-        """Return the characters that the template itself marks as generated.
+    def _framed(self, text: str, ids_S: Int[np.ndarray, " S"], encoding: Any) -> list[tuple[int, int]]:
+        found = list(self._needed_frame().answers(ids_S, text, encoding))
+        if not found:
+            raise BadRow(
+                "empty completion",
+                "Preformatted text needs an answer opened as the chat template opens it, and has none. Render the "
+                "text with this target's chat template.",
+            )
+        kept = found[-1:] if self.options.turns == "last" else found
+        return [(_first_from(encoding, len(ids_S), start), stop + 1) for start, stop in kept]
 
-        Not from `return_assistant_tokens_mask`: up to transformers 5.15 a blank at a span's start empties that mask.
-        """
-        rendered: Any = render_jinja_template(  # annotated as str, returns texts and spans
-            [turns],
-            chat_template=chat_template(self.tokenizer),
-            return_assistant_tokens_mask=True,
-            **self.tokenizer.special_tokens_map,
-        )
-        return cast(list[tuple[int, int]], rendered[1][0])
-
-    def _answer_spans(self, turns: list[Message], text: str) -> list[tuple[int, int]]:
-        """Return the characters of each assistant turn: from where generation would begin to the end of the turn."""
-        spans = []
-        for i, turn in enumerate(turns):
-            if turn["role"] != "assistant":
-                continue
-            before = _render(self.tokenizer, turns[:i], generate=True)
-            upto = _render(self.tokenizer, turns[: i + 1])
-            if not (upto.startswith(before) and text.startswith(upto)):
-                raise BadRow(
-                    "template not prefix-stable",
-                    f"The chat template renders what comes before message {i + 1} (assistant) differently once later "
-                    "text follows, so its answer cannot be located. End the conversation at its first answer, give "
-                    "prompt_ids and completion_ids, or add {% generation %} markers to the template.",
-                )
-            spans.append((len(before), len(upto)))
-        return spans
-
-    def _up_to_stop(self, ids_S: Int[np.ndarray, " S"], inside: Int[np.ndarray, " t"]) -> Int[np.ndarray, " u"]:
-        """Keep a turn's tokens up to its last special one: what follows the stop token is never generated."""
-        stops = inside[np.isin(ids_S[inside], self.special_ids)]
-        if len(stops) == 0:
+    def _supervised(self, span: Span, ids: list[int], encoding: Any) -> tuple[int, int]:
+        """Return the first token of a span and the one behind its last."""
+        first = _first_from(encoding, len(ids), span.start)
+        behind = bisect_right(range(len(ids)), span.end, lo=first, key=lambda at: encoding.token_to_chars(at)[1])
+        if span.stop == "given":
+            return first, behind
+        if span.stop == "next":
+            stop = behind if behind < len(ids) and ids[behind] in self._special else None
+        else:  # what follows the stop token is never generated
+            stop = next((at for at in range(behind - 1, first - 1, -1) if ids[at] in self._special), None)
+        if stop is None:
             raise BadRow(
                 "no end-of-turn token",
                 "The chat template closes an assistant turn without a special token, so nothing ends a completion. "
                 "Declare the turn's last token special in the tokenizer, or give prompt_ids and completion_ids.",
             )
-        return inside[inside <= stops[-1]]
+        return first, stop + 1
 
 
-def prompt_ids(tokenizer: Any, messages: object) -> list[int]:
+def prompt_ids(
+    tokenizer: Any, messages: object, tools: Tools = None, template_args: dict[str, Any] | None = None
+) -> list[int]:
     """Return the ids after which the target generates its answer to the messages.
 
     Raises:
         BadRow: the messages are malformed.
         UserError: the tokenizer has no chat template.
     """
-    encoded = _tokenize(tokenizer, _render(tokenizer, check_messages(messages), generate=True), offsets=False)
-    return cast(list[int], encoded["input_ids"])
-
-
-def check_messages(messages: object) -> list[Message]:
-    """Return the messages, known to be objects with a known role and a text (or tool calls).
-
-    Raises:
-        BadRow: they are not.
-    """
-    if not isinstance(messages, list) or not messages:
-        raise BadRow("malformed messages", f"messages must be a list with entries, got {_short(messages)}.")
-    for i, message in enumerate(messages, 1):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise BadRow("malformed messages", f"Message {i} must be an object with a role, got {_short(message)}.")
-        if message["role"] not in ROLES:
-            raise BadRow("unknown role", f"Message {i} has role {message['role']!r}. Use one of {', '.join(ROLES)}.")
-        content = message.get("content")
-        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-            raise BadRow("malformed messages", f"Message {i} must have a text as content, got {_short(content)}.")
-    return messages
-
-
-def chat_template(tokenizer: Any) -> str:
-    """Return the template a conversation is rendered with.
-
-    Raises:
-        UserError: the tokenizer has none.
-    """
-    if not tokenizer.chat_template:
-        raise UserError(
-            f"Tokenizer {tokenizer.name_or_path} has no chat template, which messages and prompt/completion rows need. "
-            "Use an instruction-tuned target, or give prompt_ids and completion_ids."
-        )
-    return cast(str, tokenizer.get_chat_template())
-
-
-def _has_markers(tokenizer: Any) -> bool:
-    return _GENERATION.search(chat_template(tokenizer)) is not None
-
-
-def _render(tokenizer: Any, turns: list[Message], *, generate: bool = False) -> str:
-    chat_template(tokenizer)
-    try:
-        text = cast(str, tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=generate))
-        text.encode()
-    except TemplateError as error:
-        raise BadRow("refused by the chat template", f"The chat template refuses the messages: {error}.") from None
-    except UnicodeEncodeError:
-        raise BadRow("not Unicode", "The messages hold half of a surrogate pair, which is no character.") from None
-    return text
-
-
-def _tokenize(tokenizer: Any, text: str, *, offsets: bool) -> Any:
+    turns, tools = read_messages(messages), read_tools(tools)
+    text = Template(tokenizer, template_args or {}).text(turns, tools, generate=True)
     # The template has written every special token; verbose=False: the length limit is checked elsewhere.
-    return tokenizer(text, add_special_tokens=False, return_offsets_mapping=offsets, verbose=False)
+    return cast(list[int], tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
-def _tokens_inside(offsets_S2: Int[np.ndarray, "S 2"], spans: list[tuple[int, int]]) -> Iterator[Int[np.ndarray, " t"]]:
-    """Yield the tokens that lie wholly inside each span of characters."""
-    end_S = offsets_S2[:, 1]
-    # Byte-level tokenizers trim blanks off offsets; a token really begins where the one before it ends.
-    start_S = np.minimum(offsets_S2[:, 0], np.concatenate([[0], end_S[:-1]]))
-    for start, end in spans:
-        yield np.flatnonzero((start_S >= start) & (end_S <= end))
+def _first_from(encoding: Any, tokens: int, start: int) -> int:
+    """Return the first token that begins at a character or behind it."""
+
+    def begins(at: int) -> int:
+        # Byte-level tokenizers trim blanks off offsets; a token really begins where the one before it ends.
+        own = cast(int, encoding.token_to_chars(at)[0])
+        return min(own, encoding.token_to_chars(at - 1)[1]) if at else 0
+
+    return bisect_left(range(tokens), start, key=begins)
 
 
 def _special_ids(tokenizer: Any) -> set[int]:
     added = tokenizer.added_tokens_decoder
     return {*tokenizer.all_special_ids, *(index for index, token in added.items() if token.special)}
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,11 +1,16 @@
 """Which rows make which batch, in which order: a pure function of (lengths, settings, seed, epoch). Free of torch.
 
-Rows are put into length buckets; a batch holds rows of one bucket. Only raw words of the counter-based Philox
-generator and stable sorts decide the order, so it is the same with every version of numpy and on every machine.
+Three layouts. bucketed: a batch holds rows of one length bucket, each padded to the bucket's edge. trimmed: batches of
+the same sizes, of rows whose lengths are near one another, each padded to the longest of them. packed: samples whole
+and end to end in one row of up to the token budget.
 
-Shapes: N rows, M batches, K buckets, E distinct aligned lengths.
+Only raw words of the counter-based Philox generator and stable sorts decide the order, so it is the same with every
+version of numpy and on every machine.
+
+Shapes: N rows, M batches, K buckets, L lengths from 0 up, E distinct aligned lengths.
 """
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,19 +18,25 @@ import numpy as np
 from jaxtyping import Int, UInt64
 
 from paceline.config import DataSettings
+from paceline.data.packing import count_bins, pack
 from paceline.records import UserError
 
-# Second word of the Philox key. blocks.sample_anchors has the row there, so these count down from the top.
+# Second word of the Philox key. blocks.sample_anchors has the row there, so these count down from the top; see also
+# mixture.py.
 _MEMBERS = 2**64 - 1
 _ORDER = 2**64 - 2
+
+ROUND = 32  # the widths of trimmed and packed rows are multiples of this many tokens
+_WINDOW = 64  # trimmed: full batches within whose rows, in drawn order, those of like length come together
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
     """The batches of one epoch, in order: batch i holds rows_N[offsets[i] : offsets[i + 1]]."""
 
-    edges: tuple[int, ...]  # longest length of each bucket
-    batch_sizes: tuple[int, ...]  # rows of a full batch of each bucket
+    layout: str
+    edges: tuple[int, ...]  # longest length of each bucket; packed: the token budget
+    batch_sizes: tuple[int, ...]  # rows of a full batch of each bucket; packed: 0, as many as fit
     rows_N: Int[np.ndarray, " N"]
     offsets: Int[np.ndarray, " ends"]  # M + 1 of them
     bucket_M: Int[np.ndarray, " M"]
@@ -54,8 +65,9 @@ class BucketRow:
 
 @dataclass(frozen=True, slots=True)
 class BucketTable:
-    """What an epoch looks like; every batch is padded to its own longest row."""
+    """What an epoch looks like."""
 
+    layout: str
     samples: int
     tokens: int
     batches: int
@@ -63,52 +75,85 @@ class BucketTable:
     batch_max: int
     batch_avg: float
     padding_share: float
-    buckets: tuple[BucketRow, ...]
+    buckets: tuple[BucketRow, ...]  # none when packed
 
     def as_dict(self) -> dict[str, Any]:
         """Return the table as plain data."""
         return asdict(self)
 
 
-def plan(lengths_N: Int[np.ndarray, " N"], settings: DataSettings, *, seed: int, epoch: int) -> Plan:
-    """Return the batches of an epoch.
+def plan(
+    lengths_N: Int[np.ndarray, " N"],
+    settings: DataSettings,
+    *,
+    seed: int,
+    epoch: int,
+    edges: tuple[int, ...] | None = None,
+) -> Plan:
+    """Return the batches of an epoch; bucket edges are given, hand-written or chosen for these lengths.
 
     Raises:
-        UserError: there are no rows, or one is longer than the last hand-written edge.
+        UserError: there are no rows, or one is longer than the token budget or the last hand-written edge.
     """
-    if len(lengths_N) == 0:
-        raise UserError(f"Dataset {settings.dataset} (data.dataset) has no rows. Prepare one that has.")
-    edges = settings.edges or optimal_edges(lengths_N, settings.buckets, settings.align)
-    _check_edges(lengths_N, edges)
-    sizes = tuple(max(settings.min_batch, min(settings.max_batch, settings.token_budget // edge)) for edge in edges)
-    bucket_N = np.searchsorted(edges, lengths_N).astype(np.uint16)  # 16 bits: numpy sorts them by radix
-
-    # 1. Rows of each bucket in drawn order, bucket after bucket.
+    edges = check_lengths(lengths_N, settings, edges)
     drawn = epoch if settings.reshuffle == "samples" else 0
-    rows_N = _shuffled(len(lengths_N), seed, _MEMBERS, drawn)
-    rows_N = rows_N[np.argsort(bucket_N[rows_N], kind="stable")]
+    rows_N = shuffled(len(lengths_N), seed, _MEMBERS, drawn)
+    if settings.layout == "packed":
+        sizes: tuple[int, ...] = (0,)
+        rows_N, offsets = _packed(rows_N, lengths_N, settings.token_budget)
+        bucket_M = np.zeros(len(offsets) - 1, dtype=np.int32)
+    else:
+        sizes = _batch_sizes(settings, edges)
+        rows_N, offsets, bucket_M = _bucketed(rows_N, lengths_N, edges, sizes, near=settings.layout == "trimmed")
 
-    # 2. Cut each bucket; its last batch may be smaller.
-    ends = np.cumsum(np.bincount(bucket_N, minlength=len(edges)))
-    starts = [np.arange(start, end, size) for start, end, size in zip([0, *ends], ends, sizes, strict=False)]
-    bucket_M = np.repeat(np.arange(len(edges)), [len(part) for part in starts])
-    offsets = np.concatenate([*starts, ends[-1:]])
-
-    # 3. Batches in drawn order across buckets.
-    order_M = _shuffled(len(bucket_M), seed, _ORDER, epoch)
+    # Batches in drawn order, across buckets.
+    order_M = shuffled(len(bucket_M), seed, _ORDER, epoch)
     sizes_M = np.diff(offsets)[order_M]
     moved = np.concatenate([[0], np.cumsum(sizes_M)])
-    source_N = np.arange(len(rows_N)) + np.repeat(offsets[:-1][order_M] - moved[:-1], sizes_M)
-    return Plan(edges, sizes, rows_N[source_N], moved, bucket_M[order_M])
+    source_N = np.repeat((offsets[:-1][order_M] - moved[:-1]).astype(np.int32), sizes_M)
+    source_N += np.arange(len(rows_N), dtype=np.int32)
+    return Plan(settings.layout, edges, sizes, rows_N[source_N], moved, bucket_M[order_M])
 
 
-def optimal_edges(lengths_N: Int[np.ndarray, " N"], buckets: int, align: int) -> tuple[int, ...]:
+def count_batches(
+    lengths_N: Int[np.ndarray, " N"], settings: DataSettings, edges: tuple[int, ...] | None = None
+) -> int:
+    """Return how many batches an epoch of these rows has, which no draw changes.
+
+    Raises:
+        UserError: as plan.
+    """
+    edges = check_lengths(lengths_N, settings, edges)
+    if settings.layout == "packed":
+        return count_bins(np.bincount(lengths_N), settings.token_budget)
+    samples_K = np.bincount(_buckets(lengths_N, edges), minlength=len(edges))
+    return int((-(-samples_K // np.array(_batch_sizes(settings, edges)))).sum())
+
+
+def widths(
+    made: Plan, ordered_N: Int[np.ndarray, " N"], offsets: Int[np.ndarray, " ends"], bucket_U: Int[np.ndarray, " U"]
+) -> Int[np.ndarray, " U"]:
+    """Return to how many tokens the target's rows are padded, for U runs of rows that lie one behind the other.
+
+    `ordered_N` has the rows' lengths in the plan's order, `offsets` where a run starts, `bucket_U` its bucket. A packed
+    run is one row, all others have a row a sample.
+    """
+    edge_U = np.array(made.edges)[bucket_U]
+    if made.layout == "bucketed":
+        return edge_U
+    over = np.add if made.layout == "packed" else np.maximum
+    width_U = -(-over.reduceat(ordered_N, offsets[:-1], dtype=np.int64) // ROUND) * ROUND
+    return width_U if made.layout == "packed" else np.minimum(width_U, edge_U)
+
+
+def optimal_edges(counts_L: Int[np.ndarray, " L"], buckets: int, align: int) -> tuple[int, ...]:
     """Return at most `buckets` edges, multiples of `align`, with the fewest tokens when rows are padded to their edge.
 
     Dynamic program over the aligned lengths that occur: with one bucket more, the shortest lengths up to i cost
     min over j of cost(up to j) + edge(i) * rows(j+1 .. i).
     """
-    counts = np.bincount(-(-lengths_N // align))
+    starts = np.concatenate([[0], np.arange(1, len(counts_L), align)])  # of the lengths that share an aligned one
+    counts = np.add.reduceat(counts_L, starts)
     used_E = np.flatnonzero(counts)
     edge_E = used_E * align
     upto_E = np.cumsum(counts[used_E])
@@ -129,15 +174,17 @@ def optimal_edges(lengths_N: Int[np.ndarray, " N"], buckets: int, align: int) ->
     return tuple(int(edge) for edge in edge_E[sorted(set(chosen))])
 
 
-def table(plan: Plan, lengths_N: Int[np.ndarray, " N"]) -> BucketTable:
+def table(made: Plan, lengths_N: Int[np.ndarray, " N"]) -> BucketTable:
     """Return the bucket table of a plan."""
-    sizes_M = np.diff(plan.offsets)
-    ordered_N = lengths_N[plan.rows_N]
-    real_M = np.add.reduceat(ordered_N, plan.offsets[:-1])
-    padded_M = np.maximum.reduceat(ordered_N, plan.offsets[:-1]) * sizes_M
+    sizes_M = np.diff(made.offsets)
+    ordered_N = lengths_N[made.rows_N]
+    real_M = np.add.reduceat(ordered_N, made.offsets[:-1], dtype=np.int64)
+    padded_M = widths(made, ordered_N, made.offsets, made.bucket_M)
+    if made.layout != "packed":
+        padded_M = padded_M * sizes_M
     lines = []
-    for k, (last, edge) in enumerate(zip((-1, *plan.edges), plan.edges, strict=False)):
-        mine_M = plan.bucket_M == k
+    for k, (last, edge) in enumerate(zip((-1, *made.edges), made.edges, strict=False)):
+        mine_M = made.bucket_M == k
         sizes = sizes_M[mine_M]
         lines.append(
             BucketRow(
@@ -145,40 +192,134 @@ def table(plan: Plan, lengths_N: Int[np.ndarray, " N"]) -> BucketTable:
                 high=edge + 1,
                 samples=int(sizes.sum()),
                 batches=len(sizes),
-                batch_share=len(sizes) / len(plan),
+                batch_share=len(sizes) / len(made),
                 batch_min=int(sizes.min()) if len(sizes) else 0,
                 batch_max=int(sizes.max(initial=0)),
                 padding_share=_padding(real_M[mine_M], padded_M[mine_M]),
             )
         )
     return BucketTable(
+        layout=made.layout,
         samples=len(lengths_N),
-        tokens=int(lengths_N.sum()),
-        batches=len(plan),
+        tokens=int(lengths_N.sum(dtype=np.int64)),
+        batches=len(made),
         batch_min=int(sizes_M.min()),
         batch_max=int(sizes_M.max()),
-        batch_avg=len(lengths_N) / len(plan),
+        batch_avg=len(lengths_N) / len(made),
         padding_share=_padding(real_M, padded_M),
-        buckets=tuple(lines),
+        buckets=() if made.layout == "packed" else tuple(lines),
     )
+
+
+def check_lengths(
+    lengths_N: Int[np.ndarray, " N"],
+    settings: DataSettings,
+    edges: tuple[int, ...] | None,
+    where: Callable[[int], str] = "row {:,}".format,
+) -> tuple[int, ...]:
+    """Return the edges of the buckets, or the budget of a packed batch, after checking that every row has room.
+
+    Raises:
+        UserError: as plan.
+    """
+    if len(lengths_N) == 0:
+        raise UserError(f"Dataset {', '.join(settings.folders)} (data.dataset) has no rows. Prepare one that has.")
+    row, budget = int(lengths_N.argmax()), settings.token_budget
+    longest = needed = int(lengths_N[row])
+    what = f"the longest row, got {budget:,} and {where(row)} of {longest:,} tokens"
+    if settings.layout == "packed":
+        edges = (budget,)
+    else:
+        edges = edges or settings.edges or optimal_edges(np.bincount(lengths_N), settings.buckets, settings.align)
+        _check_edges(edges, where(row), longest)
+        needed = edges[-1]
+        if settings.layout == "trimmed":
+            needed = min(-(-longest // ROUND) * ROUND, needed)
+        if needed > longest:
+            what += f", padded to {needed:,}"
+    if needed > budget:
+        raise UserError(f"data.token_budget must hold {what}. Raise it to {needed:,} or prepare shorter rows.")
+    return edges
+
+
+def shuffled(count: int, seed: int, purpose: int, epoch: int, place: int = 0) -> Int[np.ndarray, " n"]:
+    """Return 0 .. count - 1 in the order that (seed, purpose, epoch, place) draws, as 32-bit numbers."""
+    key = np.array([seed, purpose], dtype=np.uint64)
+    words: UInt64[np.ndarray, " n"] = np.random.Philox(key=key, counter=[0, 0, place, epoch]).random_raw(count)
+    order = np.argsort(words)  # five times as fast as a stable sort, and the same unless two words are equal
+    words = words[order]
+    if (words[1:] == words[:-1]).any():
+        words[order] = words.copy()
+        order = np.argsort(words, kind="stable")
+    return order.astype(np.int32)
+
+
+def _bucketed(
+    rows_N: Int[np.ndarray, " N"],
+    lengths_N: Int[np.ndarray, " N"],
+    edges: tuple[int, ...],
+    sizes: tuple[int, ...],
+    *,
+    near: bool,
+) -> tuple[Int[np.ndarray, " N"], Int[np.ndarray, " ends"], Int[np.ndarray, " M"]]:
+    """Return rows, batch ends and buckets: bucket after bucket, cut to its batch size; its last batch may be smaller.
+
+    `near`: in each bucket, windows of drawn rows are sorted by length before they are cut.
+    """
+    bucket_N = _buckets(lengths_N, edges)
+    rows_N = rows_N[_stable_order(bucket_N[rows_N])]
+    ends = np.cumsum(np.bincount(bucket_N, minlength=len(edges)))
+    if near:
+        windows = _cuts(ends, tuple(size * _WINDOW for size in sizes))
+        window_N = np.repeat(np.arange(len(windows) - 1, dtype=np.int32), np.diff(windows))
+        order_N = _stable_order(lengths_N[rows_N])
+        rows_N = rows_N[order_N[_stable_order(window_N[order_N])]]
+    offsets = _cuts(ends, sizes)
+    return rows_N, offsets, np.searchsorted(ends, offsets[:-1], side="right").astype(np.int32)
+
+
+def _packed(
+    rows_N: Int[np.ndarray, " N"], lengths_N: Int[np.ndarray, " N"], budget: int
+) -> tuple[Int[np.ndarray, " N"], Int[np.ndarray, " ends"]]:
+    """Return rows and batch ends, bin after bin. Lengths alone decide the bins, the drawn order which row is where."""
+    longest = int(lengths_N.max())
+    rows_N = rows_N[_stable_order(longest - lengths_N[rows_N])]
+    bins_N = pack(np.bincount(lengths_N), budget)
+    offsets = np.concatenate([[0], np.cumsum(np.bincount(bins_N))])
+    return rows_N[_stable_order(bins_N)], offsets
+
+
+def _cuts(ends: Int[np.ndarray, " K"], sizes: tuple[int, ...]) -> Int[np.ndarray, " ends"]:
+    """Return where batches start, and the end, when each bucket is cut to its size."""
+    starts = [np.arange(start, end, size) for start, end, size in zip([0, *ends], ends, sizes, strict=False)]
+    return np.concatenate([*starts, ends[-1:]])
+
+
+def _buckets(lengths_N: Int[np.ndarray, " N"], edges: tuple[int, ...]) -> Int[np.ndarray, " N"]:
+    bucket_L = np.searchsorted(edges, np.arange(int(lengths_N.max()) + 1)).astype(np.int32)
+    return bucket_L[lengths_N]
+
+
+def _batch_sizes(settings: DataSettings, edges: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(max(settings.min_batch, min(settings.max_batch, settings.token_budget // edge)) for edge in edges)
+
+
+def _stable_order(keys_N: Int[np.ndarray, " N"]) -> Int[np.ndarray, " N"]:
+    """Return the order of small whole numbers; numpy sorts 16 bits by radix, ten times as fast as 32."""
+    order_N = np.argsort(keys_N.astype(np.uint16), kind="stable")
+    high_N = keys_N >> 16
+    return order_N if not high_N.any() else order_N[np.argsort(high_N[order_N].astype(np.uint16), kind="stable")]
 
 
 def _padding(real_M: Int[np.ndarray, " m"], padded_M: Int[np.ndarray, " m"]) -> float:
     return 1 - int(real_M.sum()) / int(padded_M.sum()) if len(padded_M) else 0.0
 
 
-def _check_edges(lengths_N: Int[np.ndarray, " N"], edges: tuple[int, ...]) -> None:
+def _check_edges(edges: tuple[int, ...], row: str, longest: int) -> None:
     if edges[0] < 1:
         raise UserError(f"data.edges must be lengths from 1 up, got {edges[0]}. Remove that edge.")
-    row = int(lengths_N.argmax())
-    if lengths_N[row] > edges[-1]:
+    if longest > edges[-1]:
         raise UserError(
-            f"data.edges must reach the longest row, got {edges[-1]:,} as the last edge and row {row:,} of "
-            f"{lengths_N[row]:,} tokens. Add an edge or set data.edges to null."
+            f"data.edges must reach the longest row, got {edges[-1]:,} as the last edge and {row} of "
+            f"{longest:,} tokens. Add an edge or set data.edges to null."
         )
-
-
-def _shuffled(count: int, seed: int, purpose: int, epoch: int) -> Int[np.ndarray, " n"]:
-    key = np.array([seed, purpose], dtype=np.uint64)
-    words: UInt64[np.ndarray, " n"] = np.random.Philox(key=key, counter=[0, 0, 0, epoch]).random_raw(count)
-    return np.argsort(words, kind="stable")

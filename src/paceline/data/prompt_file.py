@@ -1,4 +1,4 @@
-"""Prompts from a JSONL file: one object a line, {"prompt": text} or {"messages": [...]}.
+"""Prompts from a JSONL file: one object a line, {"prompt": text} or {"messages": [...]}, as messages.py reads them.
 
 Every prompt remembers its file and line, so that whatever is wrong with it later can be found.
 """
@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from paceline.data import chat
+from paceline.data.messages import BadRow, Message, is_conversation, read_conversation
 from paceline.records import UserError
 
-Messages = list[dict[str, Any]]
+Messages = list[Message]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,7 @@ class Prompt:
 
     messages: Messages
     place: str  # file:line
+    tools: list[dict[str, Any]] | None = None
 
 
 def read_prompts(path: Path) -> list[Prompt]:
@@ -41,7 +43,7 @@ def read_prompts(path: Path) -> list[Prompt]:
         raise UserError(f"Prompt file {path} cannot be read: {error.strerror}. Give a JSONL file.") from None
     # Not splitlines(): it also splits at U+2028 and the like, which may stand inside a JSON string.
     lines = enumerate(text.split("\n"), 1)
-    prompts = [Prompt(_messages(line, f"{path}:{at}"), f"{path}:{at}") for at, line in lines if line.strip()]
+    prompts = [_prompt(line, f"{path}:{at}") for at, line in lines if line.strip()]
     if not prompts:
         raise UserError(f"Prompt file {path} holds no prompt. Write one JSON object a line.")
     return prompts
@@ -65,8 +67,8 @@ def encode_prompts(
     encoded = []
     for prompt in prompts:
         try:
-            ids = chat.prompt_ids(tokenizer, prompt.messages)
-        except chat.BadRow as error:
+            ids = chat.prompt_ids(tokenizer, prompt.messages, prompt.tools)
+        except BadRow as error:
             raise UserError(f"{prompt.place}: {error}") from None
         if not ids:
             raise UserError(f"{prompt.place} has no tokens, so there is nothing to answer. Give it text.")
@@ -79,7 +81,7 @@ def encode_prompts(
     return encoded
 
 
-def _messages(line: str, place: str) -> Messages:
+def _prompt(line: str, place: str) -> Prompt:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
@@ -89,13 +91,16 @@ def _messages(line: str, place: str) -> Messages:
     if not isinstance(row, dict):
         raise UserError(f'{place} must be a JSON object with "prompt" or "messages", found {type(row).__name__}.')
     if isinstance(row.get("prompt"), str) and row["prompt"].strip():
-        return [{"role": "user", "content": row["prompt"]}]
-    messages = row.get("messages")
-    if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
+        return Prompt([{"role": "user", "content": row["prompt"]}], place)
+    if not is_conversation(row):
         found = str(sorted(row))[:80]
         raise UserError(f'{place} needs a non-empty "prompt" text or a list of "messages" objects, found keys {found}.')
-    while messages and messages[-1].get("role") == "assistant":  # a finished conversation: ask its last question again
+    try:
+        messages, tools = read_conversation(row)
+    except BadRow as error:
+        raise UserError(f"{place}: {error}") from None
+    while messages and messages[-1]["role"] == "assistant":  # a finished conversation: ask its last question again
         messages = messages[:-1]
     if not messages:
         raise UserError(f"{place} has no message before the assistant's. Add the user's.")
-    return messages
+    return Prompt(messages, place, tools)

@@ -1,190 +1,60 @@
-"""The dataset of tokenized completions: an Arrow folder that `datasets` opens too, with a manifest of its origin.
+"""The dataset of tokenized completions, mapped into memory: an Arrow folder that `datasets` opens too.
 
-Rows are written in bounded pieces and the folder appears in one rename. A reader maps the file into memory: lengths
-come from Arrow's list offsets, and a row is touched only when it is asked for.
+Lengths come from Arrow's list offsets, and a row is touched only when it is asked for. A folder of Arrow files that
+somebody else wrote (`datasets.save_to_disk`, plain shards) opens as well if it has the columns; without a manifest
+nobody vouches for its tokenizer, so it can be planned but not trained on. writer.py writes datasets.
 
 Shapes: N rows, S tokens of a row.
 """
 
-import errno
-import hashlib
+import bisect
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+import mmap
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
 from jaxtyping import Bool, Int
 
-from paceline.records import RunError, UserError
+from paceline.data.manifest import NAME, Manifest, Origin, Shard, load_manifest
+from paceline.records import UserError
 
-VERSION = 1
+# `source` and `line` lead from a row back to the input it came from; `tokens_cut` is what truncation took from it.
 SCHEMA = pa.schema(
-    [("input_ids", pa.list_(pa.int32())), ("loss_mask", pa.list_(pa.bool_())), ("candidates", pa.int32())]
+    [
+        ("input_ids", pa.list_(pa.int32())),
+        ("loss_mask", pa.list_(pa.bool_())),
+        ("candidates", pa.int32()),
+        ("source", pa.int32()),
+        ("line", pa.int32()),
+        ("tokens_cut", pa.int32()),
+    ]
 )
-_DATA_FILE = "data-00000-of-00001.arrow"
-_FILES = {_DATA_FILE, "manifest.json", "state.json", "dataset_info.json"}
-_FLUSH_TOKENS = 1 << 20  # tokens held in memory while writing; a record batch, so also a chunk when reading
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """Where a dataset comes from."""
-
-    target: str
-    target_revision: str
-    tokenizer: str  # tokenizer_fingerprint
-    chat_template: str | None  # sha256
-    mask_rule: str  # where the loss mask of conversations comes from
-    mask_token_id: int | None  # an id known not to occur
-    sources: list[dict[str, Any]]  # path, sha256 and rows of each input file
-    quarantined: dict[str, int]  # refused rows per reason
-    truncated: int  # rows cut to the longest length
-
-
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """What a dataset holds. `fingerprint` hashes the rows: equal rows, equal fingerprint."""
-
-    version: int
-    rows: int
-    tokens: int
-    supervised_tokens: int
-    longest: int  # tokens
-    fingerprint: str
-    origin: Origin
-
-
-class DatasetWriter:
-    """Takes rows one by one and writes a record batch whenever enough tokens have come together."""
-
-    def __init__(self, folder: Path) -> None:
-        """Open the data file in a folder that exists."""
-        self.rows = self.tokens = self.supervised = self.longest = 0
-        self._folder = folder
-        self._digest = hashlib.sha256()
-        self._waiting: list[tuple[Int[np.ndarray, " S"], Bool[np.ndarray, " S"], int]] = []
-        self._waiting_tokens = 0
-        self._stream = pa.ipc.new_stream(str(folder / _DATA_FILE), SCHEMA)
-
-    def add(self, input_ids: Int[np.ndarray, " S"], loss_mask: Bool[np.ndarray, " S"], candidates: int) -> None:
-        """Append a row."""
-        ids_S = input_ids.astype(np.int32)
-        self._digest.update(len(ids_S).to_bytes(8, "little") + ids_S.tobytes() + np.packbits(loss_mask).tobytes())
-        self._waiting.append((ids_S, loss_mask, candidates))
-        self._waiting_tokens += len(ids_S)
-        self.rows += 1
-        self.tokens += len(ids_S)
-        self.supervised += int(loss_mask.sum())
-        self.longest = max(self.longest, len(ids_S))
-        if self._waiting_tokens >= _FLUSH_TOKENS:
-            self._flush()
-
-    def finish(self, origin: Origin) -> Manifest:
-        """Write what is left and the manifest."""
-        if self._waiting:
-            self._flush()
-        self.close()
-        fingerprint = self._digest.hexdigest()
-        manifest = Manifest(
-            VERSION, self.rows, self.tokens, self.supervised, self.longest, fingerprint=fingerprint, origin=origin
-        )
-        state: dict[str, Any] = {
-            "_data_files": [{"filename": _DATA_FILE}],
-            "_fingerprint": fingerprint[:16],
-            "_format_columns": None,
-            "_format_kwargs": {},
-            "_format_type": None,
-            "_output_all_columns": False,
-            "_split": None,
-        }
-        files = {"manifest.json": asdict(manifest), "state.json": state, "dataset_info.json": {}}
-        for name, tree in files.items():
-            (self._folder / name).write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
-        return manifest
-
-    def close(self) -> None:
-        """Close the data file; a second time does nothing."""
-        self._stream.close()
-
-    def _flush(self) -> None:
-        ids, masks, candidates = zip(*self._waiting, strict=True)
-        offsets = pa.array(np.cumsum([0, *map(len, ids)]), pa.int32())
-        columns = [
-            pa.ListArray.from_arrays(offsets, pa.array(np.concatenate(ids))),
-            pa.ListArray.from_arrays(offsets, pa.array(np.concatenate(masks))),
-            pa.array(candidates, pa.int32()),
-        ]
-        self._stream.write_batch(pa.record_batch(columns, schema=SCHEMA))
-        self._waiting, self._waiting_tokens = [], 0
-
-
-def check_place(folder: Path, *, overwrite: bool) -> None:
-    """Refuse to replace what is at the place.
-
-    Raises:
-        UserError: something is there and `overwrite` is off, or it is no dataset.
-    """
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-        return
-    if not (folder / "manifest.json").is_file():
-        raise UserError(f"{folder} exists and is not a dataset, so it is never replaced. Choose another place.")
-    others = sorted({path.name for path in folder.iterdir()} - _FILES)
-    if others:
-        raise UserError(
-            f"{folder} holds more than a dataset ({others[0]}), so it is never replaced. Choose another place."
-        )
-    if not overwrite:
-        raise UserError(f"There is a dataset at {folder} already. Choose another place or ask to overwrite it.")
-
-
-@contextmanager
-def writing(folder: Path, *, overwrite: bool = False) -> Iterator[DatasetWriter]:
-    """Yield a writer whose rows become the dataset `folder` when the block ends after `finish`; else nothing is left.
-
-    Raises:
-        UserError: see check_place, or the place cannot be written to.
-        RunError: the disk is full or broken.
-    """
-    from paceline.checkpoint import whole_folder  # imports torch, which reading a dataset does without
-
-    check_place(folder, overwrite=overwrite)
-    try:
-        with whole_folder(folder) as aside:
-            writer = DatasetWriter(aside)
-            try:
-                yield writer
-            finally:
-                writer.close()
-            assert (aside / "manifest.json").is_file(), "writing() ended without finish()"
-    except OSError as error:
-        kind = RunError if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO) else UserError
-        raise kind(f"Dataset {folder} cannot be written: {error}. Check the place and its free space.") from None
+_NEEDED = ("input_ids", "loss_mask")
+_END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
 
 class CompletionDataset:
     """A dataset mapped into memory. Reading rows from several threads at once is safe: nothing in it changes."""
 
-    def __init__(self, folder: Path, manifest: Manifest, table: pa.Table) -> None:
-        """Keep views of the mapped table; no row is read."""
+    def __init__(self, folder: Path, manifest: Manifest, tables: Sequence[pa.Table]) -> None:
+        """Keep views of the mapped tables; no row is read."""
         self.folder = folder
         self.manifest = manifest
-        ids, masks = table.column("input_ids").chunks, table.column("loss_mask").chunks
-        # DLPack and buffers, because pyarrow's own to_numpy imports pandas (0.3 s).
-        self._offsets = [np.from_dlpack(chunk.offsets) for chunk in ids]
-        self._ids = [np.from_dlpack(chunk.values) for chunk in ids]
-        self._mask_offsets = [np.from_dlpack(chunk.offsets) for chunk in masks]
-        self._mask_bits = [np.frombuffer(chunk.values.buffers()[1], dtype=np.uint8) for chunk in masks]
-        self._mask_bit0 = [chunk.values.offset for chunk in masks]
-        self._first_row = np.cumsum([0, *(len(chunk) for chunk in ids)])
-        self.lengths: Int[np.ndarray, " N"] = np.concatenate([np.diff(offsets) for offsets in self._offsets]).astype(
-            np.int64
-        )
-        candidates = [np.from_dlpack(chunk) for chunk in table.column("candidates").chunks]
-        self.candidates: Int[np.ndarray, " N"] = np.concatenate(candidates).astype(np.int64)
+        self._ids: list[Int[np.ndarray, " tokens"]] = []
+        self._id_offsets: list[Int[np.ndarray, " ends"]] = []
+        self._masks: list[_Mask] = []
+        self._first_row = [0]
+        for ids, mask in ((i, m) for table in tables for i, m in _aligned_chunks(table)):
+            # DLPack and buffers, because pyarrow's own to_numpy imports pandas (0.3 s).
+            self._ids.append(np.from_dlpack(ids.values))
+            self._id_offsets.append(np.from_dlpack(ids.offsets))
+            self._masks.append(_Mask(mask))
+            self._first_row.append(self._first_row[-1] + len(ids))
+        parts = [np.diff(offsets) for offsets in self._id_offsets]
+        self.lengths: Int[np.ndarray, " N"] = np.concatenate([np.zeros(0, np.int32), *parts]).astype(np.int32)
+        self.candidates: Int[np.ndarray, " N"] = self._candidates(tables)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -195,106 +65,193 @@ class CompletionDataset:
         return self.manifest.fingerprint
 
     def row(self, index: int) -> tuple[Int[np.ndarray, " S"], Bool[np.ndarray, " S"]]:
-        """Return copies of a row's ids (int64) and loss mask."""
+        """Return a read-only view of a row's ids and a copy of its loss mask."""
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of a dataset of {len(self)}")
-        chunk = int(np.searchsorted(self._first_row, index, side="right")) - 1
-        place = index - int(self._first_row[chunk])
-        start, end = self._offsets[chunk][place : place + 2]
-        first, behind = (self._mask_offsets[chunk][place : place + 2] + self._mask_bit0[chunk]).tolist()
-        bits = self._mask_bits[chunk][first // 8 : -(-behind // 8)]
-        bits_S = np.unpackbits(bits, bitorder="little")[first % 8 :][: behind - first]
-        return self._ids[chunk][start:end].astype(np.int64), bits_S.view(np.bool_)
+        chunk = bisect.bisect_right(self._first_row, index) - 1
+        place = index - self._first_row[chunk]
+        offsets = self._id_offsets[chunk]
+        return self._ids[chunk][offsets[place] : offsets[place + 1]], self._masks[chunk].row(place)
+
+    def chunks(self) -> Iterator[tuple[int, Int[np.ndarray, " tokens"], Int[np.ndarray, " ends"]]]:
+        """Yield (first row, ids of all its rows, their ends from 0) for each piece that lies together in memory."""
+        for first, ids, offsets in zip(self._first_row, self._ids, self._id_offsets, strict=False):
+            yield first, ids[offsets[0] : offsets[-1]], offsets - offsets[0]
+
+    def _candidates(self, tables: Sequence[pa.Table]) -> Int[np.ndarray, " N"]:
+        if all("candidates" in table.column_names for table in tables):
+            chunks = [chunk for table in tables for chunk in table.column("candidates").chunks]
+            parts = [np.from_dlpack(chunk) for chunk in chunks]
+            return np.concatenate([np.zeros(0, np.int32), *parts]).astype(np.int32)
+        from paceline.blocks import anchor_candidates  # imports torch, which a dataset of ours does without
+
+        counts = (len(anchor_candidates(self.row(i)[1])) for i in range(len(self)))
+        return np.fromiter(counts, np.int32, len(self))
 
 
-def find_token(dataset: CompletionDataset, token_id: int) -> int | None:
-    """Return the first row that holds the token, or None; reads every id once."""
-    for chunk, ids in enumerate(dataset._ids):
-        offsets = dataset._offsets[chunk]
-        hits = np.flatnonzero(ids[offsets[0] : offsets[-1]] == token_id)
-        if len(hits):
-            place = np.searchsorted(offsets, offsets[0] + hits[0], side="right") - 1
-            return int(dataset._first_row[chunk] + place)
-    return None
+class _Mask:
+    """A chunk of loss masks: bits, or any whole numbers where somebody else wrote the file."""
 
+    def __init__(self, chunk: pa.ListArray) -> None:
+        self._offsets: Int[np.ndarray, " ends"] = np.from_dlpack(chunk.offsets)
+        self._values: Int[np.ndarray, " tokens"] | None = None
+        values = chunk.values
+        if pa.types.is_boolean(values.type):
+            self._bits = np.frombuffer(values.buffers()[1] or b"", dtype=np.uint8)
+            self._bit0 = values.offset
+        else:
+            self._values = np.from_dlpack(values)
 
-def id_range(dataset: CompletionDataset) -> tuple[int, int]:
-    """Return the smallest and the largest token id in the data; reads every id once."""
-    parts = [
-        ids[offsets[0] : offsets[-1]] for ids, offsets in zip(dataset._ids, dataset._offsets, strict=True) if len(ids)
-    ]
-    return min(int(part.min()) for part in parts), max(int(part.max()) for part in parts)
+    def row(self, place: int) -> Bool[np.ndarray, " S"]:
+        first, behind = int(self._offsets[place]), int(self._offsets[place + 1])
+        if self._values is not None:
+            return self._values[first:behind] != 0
+        first, behind = first + self._bit0, behind + self._bit0
+        bits_S = np.unpackbits(self._bits[first >> 3 : (behind + 7) >> 3], bitorder="little")
+        return bits_S[first & 7 : (first & 7) + behind - first].view(np.bool_)
 
 
 def open_dataset(folder: Path) -> CompletionDataset:
-    """Return the dataset in a folder.
+    """Return the dataset in a folder; a folder of Arrow files without a manifest is counted first.
 
     Raises:
         UserError: the folder holds no dataset, or a damaged one.
     """
-    manifest = load_manifest(folder)
+    if (folder / NAME).is_file():
+        manifest = load_manifest(folder)
+        tables = [_open_shard(folder, shard) for shard in manifest.shards]
+        dataset = CompletionDataset(folder, manifest, tables)
+        if len(dataset) != manifest.rows:
+            raise UserError(
+                f"Dataset {folder} holds {len(dataset):,} rows, its manifest says {manifest.rows:,}. Prepare it again."
+            )
+        return dataset
+    files = arrow_files(folder)
+    if not files:
+        load_manifest(folder)  # raises: what a dataset without one lacks is said there
+    tables = [map_file(path) for path in files]
+    for path, table in zip(files, tables, strict=True):
+        _check_columns(path, table)
+    dataset = CompletionDataset(folder, _no_manifest(), tables)
+    dataset.manifest = _counted(dataset, files)
+    return dataset
+
+
+def arrow_files(folder: Path) -> list[Path]:
+    """Return a folder's Arrow files in order: those its state.json lists (`datasets`), else all of them.
+
+    Raises:
+        UserError: the folder is a DatasetDict of several splits, or its state.json cannot be understood.
+    """
+    if (folder / "dataset_dict.json").is_file():
+        splits = sorted(path.parent.name for path in folder.glob("*/state.json"))
+        raise UserError(
+            f"{folder} holds the splits {', '.join(splits)} and not one dataset. Give one of them, {folder}/SPLIT."
+        )
+    if not (folder / "state.json").is_file():
+        return sorted(folder.glob("*.arrow"))
     try:
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-        tables = [_map_file(folder / item["filename"]) for item in state["_data_files"]]
-        table = pa.concat_tables(tables).select(SCHEMA.names)
-    except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"Dataset {folder} cannot be opened: {reason}. Prepare it again.") from None
-    if not table.schema.equals(SCHEMA):
-        raise UserError(f"Dataset {folder} must have the columns {_one_line(SCHEMA)}, got {_one_line(table.schema)}.")
-    if table.num_rows != manifest.rows:
+        return [folder / item["filename"] for item in state["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError):
         raise UserError(
-            f"Dataset {folder} holds {table.num_rows:,} rows, its manifest says {manifest.rows:,}. Prepare it again."
-        )
-    return CompletionDataset(folder, manifest, table)
+            f"Folder {folder} has no readable state.json, so it is not one that `datasets` saved (one split, "
+            "save_to_disk). Give its files one by one, or save it again."
+        ) from None
 
 
-def load_manifest(folder: Path) -> Manifest:
-    """Return a dataset's manifest.
+def map_file(path: Path) -> pa.Table:
+    """Return an Arrow file, of the stream or the file format, mapped into memory.
 
     Raises:
-        UserError: there is none, or it cannot be understood.
+        UserError: the file is missing, cut or no Arrow file.
     """
-    path = folder / "manifest.json"
-    if not path.is_file():
-        raise UserError(f"{folder} is no dataset: it has no manifest.json. Write one with `paceline prepare`.")
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-        if tree["version"] != VERSION:
-            raise UserError(f"{path} has version {tree['version']}, this program reads {VERSION}. Prepare it again.")
-        manifest = Manifest(**{**tree, "origin": Origin(**tree["origin"])})
-        numbers = (manifest.rows, manifest.tokens, manifest.supervised_tokens, manifest.longest)
-        if not all(type(number) is int for number in numbers) or not isinstance(manifest.origin.tokenizer, str):
-            raise TypeError("a count is no whole number or the tokenizer's fingerprint no text")
-        return manifest
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} cannot be understood ({type(error).__name__}: {error}). Prepare it again.") from None
+        # Not pa.memory_map, which asks the system to read ahead every record batch: 10 GB of a cold disk.
+        with path.open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        source = pa.BufferReader(pa.py_buffer(mapped))
+        if mapped[:6] == b"ARROW1":
+            return pa.ipc.open_file(source).read_all()
+        return pa.ipc.open_stream(source).read_all()
+    except (OSError, ValueError, pa.ArrowException) as error:  # ValueError: an empty file cannot be mapped
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{path} cannot be opened as an Arrow file: {reason}. Write it again.") from None
 
 
-def check_fits(manifest: Manifest, tokenizer: str, target: str) -> None:
-    """Refuse a dataset whose ids were made by another tokenizer than the target's.
+def find_token(dataset: CompletionDataset, token_id: int) -> int | None:
+    """Return the first row that holds the token, or None; reads every id once."""
+    for first, ids, ends in dataset.chunks():
+        hits = np.flatnonzero(ids == token_id)
+        if len(hits):
+            return first + int(np.searchsorted(ends, hits[0], side="right")) - 1
+    return None
 
-    Raises:
-        UserError: the fingerprints differ.
-    """
-    made = manifest.origin
-    if made.tokenizer != tokenizer:
+
+def _open_shard(folder: Path, shard: Shard) -> pa.Table:
+    path = folder / shard.file
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            file.seek(max(size - len(_END_OF_STREAM), 0))
+            whole = file.read() == _END_OF_STREAM
+    except OSError as error:
+        raise UserError(f"Shard {path} cannot be read: {error.strerror}. Prepare the dataset again.") from None
+    if size != shard.bytes or not whole:
         raise UserError(
-            f"The dataset was prepared with the tokenizer of {made.target} ({made.tokenizer[:12]}), but target "
-            f"{target} has another one ({tokenizer[:12]}). Prepare the data again with --target {target}."
+            f"Shard {path} must have the {shard.bytes:,} bytes that the manifest lists and end as an Arrow stream, it "
+            f"has {size:,}: it was cut or replaced. Copy it anew or prepare the dataset again."
         )
+    table = map_file(path)
+    if not table.schema.equals(SCHEMA):
+        raise UserError(f"Shard {path} must have the columns {_one_line(SCHEMA)}, got {_one_line(table.schema)}.")
+    if table.num_rows != shard.rows:
+        raise UserError(f"Shard {path} holds {table.num_rows:,} rows, the manifest says {shard.rows:,}. Prepare again.")
+    return table
 
 
-def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """Hash everything that decides which ids a text gets: vocabulary, added tokens, normalizer, pre-tokenizer."""
-    tree = cast(dict[str, Any], json.loads(tokenizer.backend_tokenizer.to_str()))
-    for passing in ("truncation", "padding"):  # state of the last call, not of the tokenizer
-        tree.pop(passing, None)
-    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
+def _check_columns(path: Path, table: pa.Table) -> None:
+    for name in _NEEDED:
+        kind = table.schema.field(name).type if name in table.column_names else pa.null()
+        inner = kind.value_type if pa.types.is_list(kind) or pa.types.is_large_list(kind) else pa.null()
+        if not (pa.types.is_integer(inner) or (name == "loss_mask" and pa.types.is_boolean(inner))):
+            raise UserError(
+                f"{path} must have the columns input_ids (lists of whole numbers) and loss_mask (lists of truth values "
+                f"or 0 and 1), got {_one_line(table.schema)}. Make a dataset with `paceline prepare`."
+            )
 
 
-def _map_file(path: Path) -> pa.Table:
-    return pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
+def _aligned_chunks(table: pa.Table) -> Iterator[tuple[pa.ListArray, pa.ListArray]]:
+    """Yield chunks of ids and masks that hold the same rows, whatever batches the file was written in."""
+    for batch in table.select(_NEEDED).to_batches():
+        ids, mask = batch.columns
+        if ids.null_count or mask.null_count or ids.values.null_count or mask.values.null_count:
+            raise UserError("A dataset's input_ids and loss_mask must hold no null. Make it again with `prepare`.")
+        if len(ids):
+            yield ids, mask
+
+
+def _no_manifest() -> Manifest:
+    origin = Origin("", "", "", None, "as given", None, [], {}, 0)
+    return Manifest(0, 0, 0, 0, 0, 0, "", (), origin)
+
+
+def _counted(dataset: CompletionDataset, files: Sequence[Path]) -> Manifest:
+    supervised = sum(int(dataset.row(i)[1].sum()) for i in range(len(dataset)))
+    largest = max((int(ids.max(initial=0)) for _, ids, _ in dataset.chunks()), default=0)
+    shards = tuple(Shard(path.name, 0, 0, path.stat().st_size, "") for path in files)
+    lengths = dataset.lengths
+    return Manifest(
+        0,
+        rows=len(dataset),
+        tokens=int(lengths.sum(dtype=np.int64)),
+        supervised_tokens=supervised,
+        longest=int(lengths.max(initial=0)),
+        largest_id=largest,
+        fingerprint="",
+        shards=shards,
+        origin=dataset.manifest.origin,
+    )
 
 
 def _one_line(schema: pa.Schema) -> str:

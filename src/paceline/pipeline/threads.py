@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from paceline.config import PipelineSettings, RunSettings
+from paceline.data.prefetch import Prefetch
 from paceline.drafter.ends import FrozenEnds
 from paceline.drafter.model import Drafter
 from paceline.pipeline.channel import Closed, OrderedChannel
@@ -37,6 +38,8 @@ class Dispenser:
                 if self._stopped:
                     raise Closed
                 batch = None if self._ended else next(self._batches, None)
+                if self._stopped:  # while we waited
+                    raise Closed
                 if batch is None:
                     if not self._ended:
                         self._ended = True
@@ -68,7 +71,8 @@ def train_in_threads(
     """
     pipeline = settings.pipeline
     channel = OrderedChannel(int(pipeline.credit_gib * 2**30))
-    source = Dispenser(batches, on_end=channel.finish)
+    ahead = Prefetch(batches, settings.data.prefetch)
+    source = Dispenser(ahead, on_end=channel.finish)
     cache = make_cache(pipeline, Path(settings.run_dir))
     targets = [
         TargetReplica(
@@ -99,6 +103,7 @@ def train_in_threads(
 
     def release() -> None:
         source.stop()
+        ahead.close()
         channel.stop()
 
     supervisor = Supervisor(
@@ -111,6 +116,7 @@ def train_in_threads(
     try:
         supervisor.run(pipeline.ready_timeout_s)
     finally:
+        ahead.close()
         cache.close()
     return rank.drafter
 

@@ -16,7 +16,7 @@ from paceline.recipes.demo_sizes import SIZES, Size, demo_settings, generate_row
 from paceline.recipes.evaluate import evaluate
 from paceline.recipes.export import export
 from paceline.recipes.generate import generate_completions
-from paceline.recipes.prepare import prepare
+from paceline.recipes.prepare import prepare_dataset
 from paceline.recipes.prompts import split_prompts
 from paceline.recipes.train import train
 from paceline.records import RunError, UserError
@@ -47,9 +47,9 @@ def demo(run: Path, *, size_name: str, console: Console) -> dict[str, Any]:
     console.stage("3/7 prepare: an Arrow dataset of token ids")
     settings = demo_settings(run, folder, size, gpus)
     with console.progress("prepare") as tick:
-        prepared = prepare(
+        prepared = prepare_dataset(
             [Path(generated["completions"])],
-            Path(settings.data.dataset),
+            Path(settings.data.folders[0]),
             target=str(folder),
             revision=None,
             max_length=size.context_slots,

@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 import torch
 
-from paceline.data.prompt_file import Messages, as_prompts, encode_prompts
+from paceline.data.prompt_file import Messages, Prompt, as_prompts, encode_prompts
 from paceline.decode.generate import generate
 from paceline.observe.console import Console
 from paceline.records import Completion, UserError
@@ -39,7 +39,7 @@ def generate_completions(
     with _file_for(out) as file:  # what cannot be written is known before anything is generated
         done = _generate(facts, prompt_ids, device, dtype, max_new_tokens, rows, console)
         for i, prompt in enumerate(asked):
-            row = _row(tokenizer, prompt.messages, done[i])
+            row = _row(tokenizer, prompt, done[i])
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
     return {
         "completions": str(out),
@@ -70,9 +70,10 @@ def _generate(
     return done
 
 
-def _row(tokenizer: Any, messages: Messages, completion: Completion) -> dict[str, Any]:
+def _row(tokenizer: Any, prompt: Prompt, completion: Completion) -> dict[str, Any]:
     return {
-        "messages": [*messages, {"role": "assistant", "content": tokenizer.decode(completion.token_ids)}],
+        "messages": [*prompt.messages, {"role": "assistant", "content": tokenizer.decode(completion.token_ids)}],
+        **({"tools": prompt.tools} if prompt.tools else {}),
         "prompt_ids": completion.prompt_ids,
         "completion_ids": completion.token_ids,
         "finish": completion.finish,

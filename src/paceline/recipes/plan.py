@@ -1,45 +1,87 @@
-"""`paceline plan`: the bucket table of a dataset; loads no model."""
+"""`paceline plan`: what an epoch looks like; loads no model."""
 
+import time
 from pathlib import Path
 from typing import Any
 
-from paceline.config import DataSettings, load_settings
-from paceline.data.plan import BucketTable, plan, table
-from paceline.data.store import open_dataset
+from paceline.config import DataSettings, RunSettings, TrainSettings, load_settings
+from paceline.data.manifest import Origin
+from paceline.data.mixture import Coverage, Mixture, coverage, first_table, open_mixture
+from paceline.data.plan import BucketTable
 from paceline.observe.console import Console
 from paceline.records import UserError
 
 
 def plan_epoch(what: Path, overrides: list[str], *, seed: int | None, console: Console) -> dict[str, Any]:
-    """Print the first epoch's bucket table of a dataset folder or of a RUN.yaml and return it.
+    """Print the first epoch of a dataset folder or of a RUN.yaml and return it as data.
 
     Raises:
         UserError: the input cannot be read, or an argument does not go with its kind.
     """
+    settings, train = _settings(what, overrides, seed)
+    began = time.perf_counter()
+    mixture = open_mixture(settings)
+    opened = time.perf_counter()
+    buckets = first_table(mixture, settings, seed=train.seed)
+    planned = time.perf_counter()
+    lost = _truncation(mixture)
+    share = coverage(mixture, anchors_per_sample=train.anchors_per_sample, epochs=train.epochs)
+    print_buckets(buckets, console)
+    _print_losses(lost, share, train, console)
+    return {
+        **buckets.as_dict(),
+        "fill": buckets.tokens / (buckets.batches * settings.token_budget),
+        "truncation": lost,
+        "anchors": {
+            "candidates": share.candidates,
+            "per_sample": train.anchors_per_sample,
+            "epochs": train.epochs,
+            "epoch_share": share.epoch_share,
+            "run_share": share.run_share,
+        },
+        "open_s": round(opened - began, 4),
+        "plan_s": round(planned - opened, 4),
+    }
+
+
+def _settings(what: Path, overrides: list[str], seed: int | None) -> tuple[DataSettings, TrainSettings]:
     if not what.exists():
         raise UserError(f"There is no dataset folder or settings file {what}. Give one of them.")
     if what.is_dir():
         if overrides:
             raise UserError(f"{overrides[0]!r} changes a RUN.yaml, but {what} is a folder. Give a RUN.yaml to plan.")
-        settings, seed = DataSettings(dataset=str(what)), seed or 0
-    else:
-        if seed is not None:
-            raise UserError(f"--seed is for a dataset folder, got it with {what}. Add train.seed={seed} instead.")
-        run = load_settings(what, overrides)
-        settings, seed = run.data, run.train.seed
-    dataset = open_dataset(Path(settings.dataset))
-    buckets = table(plan(dataset.lengths, settings, seed=seed, epoch=0), dataset.lengths)
-    print_buckets(buckets, console)
-    return buckets.as_dict()
+        return DataSettings(dataset=str(what)), TrainSettings(seed=seed or 0)
+    if seed is not None:
+        raise UserError(f"--seed is for a dataset folder, got it with {what}. Add train.seed={seed} instead.")
+    run: RunSettings = load_settings(what, overrides)
+    return run.data, run.train
+
+
+def _truncation(mixture: Mixture) -> dict[str, int | float]:
+    """Return what truncation took from the datasets, as their manifests have it."""
+    origins: list[Origin] = [dataset.manifest.origin for dataset in mixture.datasets]
+    tokens, supervised = sum(o.tokens_cut for o in origins), sum(o.supervised_cut for o in origins)
+    whole = tokens + sum(dataset.manifest.tokens for dataset in mixture.datasets)
+    whole_supervised = supervised + sum(dataset.manifest.supervised_tokens for dataset in mixture.datasets)
+    return {
+        "rows": sum(origin.truncated for origin in origins),
+        "tokens": tokens,
+        "token_share": tokens / max(whole, 1),
+        "supervised": supervised,
+        "supervised_share": supervised / max(whole_supervised, 1),
+    }
 
 
 def print_buckets(buckets: BucketTable, console: Console) -> None:
     """Print what an epoch looks like, one line a bucket."""
     console.line(f"  {buckets.samples:,} samples loaded lazily, {buckets.tokens:,} tokens")
     console.line(
-        f"  {buckets.batches:,} batches an epoch, batch size min {buckets.batch_min}, max {buckets.batch_max}, "
-        f"average {buckets.batch_avg:.1f}; padding {buckets.padding_share:.1%}"
+        f"  {buckets.batches:,} batches an epoch ({buckets.layout}), samples in one: min {buckets.batch_min}, "
+        f"max {buckets.batch_max}, avg {buckets.batch_avg:.1f}"
     )
+    console.line(f"  padding {buckets.padding_share:.1%} of what the target computes")
+    if not buckets.buckets:
+        return
     rows = [
         (
             f"[{bucket.low}, {bucket.high})",
@@ -52,3 +94,12 @@ def print_buckets(buckets: BucketTable, console: Console) -> None:
         for bucket in buckets.buckets
     ]
     console.table("", ("lengths", "samples", "batches", "share", "batch size", "padding"), rows)
+
+
+def _print_losses(lost: dict[str, int | float], share: Coverage, train: TrainSettings, console: Console) -> None:
+    console.line(f"  truncation: {lost['rows']:,} rows cut, {lost['tokens']:,} tokens lost ({lost['token_share']:.1%})")
+    console.line(f"  supervised tokens lost: {lost['supervised']:,} ({lost['supervised_share']:.1%})")
+    console.line(
+        f"  anchors: an epoch draws {share.epoch_share:.1%} of {share.candidates:,} candidates, "
+        f"{train.epochs} epochs {share.run_share:.1%}"
+    )

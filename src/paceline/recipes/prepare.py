@@ -1,18 +1,20 @@
-"""The verb `prepare`: conversations in, a dataset of tokenized completions out."""
+"""The verb `prepare`: conversations in, a dataset of tokenized completions out; or a dataset's checksums checked."""
 
 import hashlib
-from collections.abc import Callable
-from contextlib import closing
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from paceline.data import chat, rows, sources, store
+from paceline.data import chat, exclude, prepare, sources, verify, writer
+from paceline.data.manifest import Origin, tokenizer_fingerprint
+from paceline.data.pieces import Job
+from paceline.data.rows import RowLimits
+from paceline.data.store import open_dataset
 from paceline.records import UserError
 from paceline.target import load
 
 
-def prepare(
+def prepare_dataset(
     inputs: list[Path],
     out: Path,
     *,
@@ -21,75 +23,125 @@ def prepare(
     max_length: int,
     on_long: Literal["refuse", "truncate"] = "refuse",
     mask_token_id: int | None = None,
+    options: chat.ChatOptions | None = None,
+    exclude_sets: Sequence[Path] = (),
     on_bad: Literal["quarantine", "stop"] = "quarantine",
+    max_quarantined: float = 0.01,
+    workers: int = 1,
     overwrite: bool = False,
     on_progress: Callable[[int, int | None], None] = lambda done, total: None,
 ) -> dict[str, Any]:
     """Tokenize the inputs' rows into the dataset `out` and return a summary (plain data).
 
     Bad rows go to `<out>.quarantine.jsonl` beside the dataset with their reasons; `on_bad="stop"` makes the first of
-    them an error. `on_progress` gets rows done and rows in all.
+    them an error, and so does a share of them above `max_quarantined`. `on_progress` gets rows done and rows in all.
 
     Raises:
-        UserError: an input cannot be read, the place is taken, or no row is left.
+        UserError: an input cannot be read, the place is taken, too many rows are bad, or none is left.
+        RunError: the disk is full or a process died.
     """
-    # 1. Everything that can fail early: the place, the inputs, the target.
+    # 1. Everything that can fail early: the place, the target, the inputs.
     out = out if out.name else out.absolute()  # `.` has no name to put the quarantine beside
-    store.check_place(out, overwrite=overwrite)
-    files = [sources.inspect_file(path) for path in sources.find_files(inputs)]
     facts = load.describe(target, revision)
     if mask_token_id is not None and mask_token_id >= facts.vocab_size:
         raise UserError(
             f"--mask-token-id must be a row of the target's embedding (0..{facts.vocab_size - 1}), got {mask_token_id}."
         )
+    paths = sources.find_files(inputs)
+    _check_apart(paths, out)
     tokenizer = load.load_tokenizer(target, revision)
-    encoder = chat.ChatEncoder(tokenizer)
     template = tokenizer.chat_template and chat.chat_template(tokenizer)
-    limits = rows.RowLimits(max_length, on_long, mask_token_id, facts.vocab_size)
+    job = Job(
+        chat=chat.ChatEncoder(tokenizer, options or chat.ChatOptions()),
+        limits=RowLimits(max_length, on_long, mask_token_id, facts.vocab_size),
+        exclude=exclude.read_eval_sets(exclude_sets) if exclude_sets else None,
+        folder=str(prepare.workshop_of(out)),
+        stop_at_bad=on_bad == "stop",
+    )
+    files = [sources.inspect_file(path) for path in paths]
+    fingerprint = tokenizer_fingerprint(tokenizer)
+    origin = Origin(
+        target=facts.name,
+        target_revision=facts.revision,
+        tokenizer=fingerprint,
+        chat_template=hashlib.sha256(template.encode()).hexdigest() if template else None,
+        mask_rule=job.chat.mask_rule,
+        mask_token_id=mask_token_id,
+        sources=[],
+        quarantined={},
+        truncated=0,
+        recipe=prepare.recipe_of(job, files, fingerprint, template),
+    )
 
-    # 2. Row by row into the store.
-    truncated = 0
-    quarantine_path = out.with_name(f"{out.name}.quarantine.jsonl")
-    with (
-        closing(rows.Quarantine(quarantine_path, stop=on_bad == "stop")) as quarantine,
-        store.writing(out, overwrite=overwrite) as writer,
-    ):
-        for sample in rows.read_samples(files, encoder, limits, quarantine, on_progress):
-            writer.add(sample.input_ids, sample.loss_mask, sample.candidates)
-            truncated += sample.truncated
-        if writer.rows == 0:
-            raise UserError(_nothing_left(inputs, quarantine))
-        origin = store.Origin(
-            target=facts.name,
-            target_revision=facts.revision,
-            tokenizer=store.tokenizer_fingerprint(tokenizer),
-            chat_template=hashlib.sha256(template.encode()).hexdigest() if template else None,
-            mask_rule=encoder.mask_rule,
-            mask_token_id=mask_token_id,
-            sources=[asdict(file) for file in files],
-            quarantined=dict(quarantine.counts),
-            truncated=truncated,
-        )
-        manifest = writer.finish(origin)
+    # 2. The dataset, found or made.
+    found = None
+    if not overwrite:
+        found = prepare.find_prepared(out, origin.recipe, max_quarantined=max_quarantined)
+        if found is None:
+            writer.check_place(out, overwrite=False)
+    done = found or prepare.make(
+        job,
+        files,
+        out,
+        origin,
+        workers=workers,
+        max_quarantined=max_quarantined,
+        overwrite=overwrite,
+        on_progress=on_progress,
+    )
+    return _summary(out, done, found=found is not None)
 
-    # 3. What came of every row.
+
+def verify_datasets(
+    folders: list[Path], on_progress: Callable[[int, int | None], None] = lambda done, total: None
+) -> dict[str, Any]:
+    """Read every byte of the datasets and compare it with their manifests; return a summary.
+
+    Raises:
+        UserError: a dataset cannot be opened, has no checksums, or a shard is damaged (it is named).
+    """
+    total = done = 0
+    datasets = [open_dataset(folder) for folder in folders]
+    for dataset in datasets:
+        total += len(dataset.manifest.shards)
+    for dataset in datasets:
+        for shard in dataset.manifest.shards:
+            verify.check_shard(dataset.folder, shard)
+            done += 1
+            on_progress(done, total)
     return {
-        "dataset": str(out),
-        "rows_read": manifest.rows + quarantine.counts.total(),
-        "rows": manifest.rows,
-        "tokens": manifest.tokens,
-        "supervised_tokens": manifest.supervised_tokens,
-        "longest": manifest.longest,
-        "truncated": truncated,
-        "quarantined": dict(quarantine.counts),
-        "quarantine": str(quarantine_path) if quarantine.counts else None,
-        "fingerprint": manifest.fingerprint,
+        "datasets": [str(folder) for folder in folders],
+        "rows": sum(len(dataset) for dataset in datasets),
+        "shards": total,
+        "bytes": sum(shard.bytes for dataset in datasets for shard in dataset.manifest.shards),
+        "whole": True,
     }
 
 
-def _nothing_left(inputs: list[Path], quarantine: rows.Quarantine) -> str:
-    names = ", ".join(map(str, inputs))
-    if not quarantine.counts:
-        return f"{names} holds no rows, so there is nothing to prepare. Give a file with rows."
-    reasons = ", ".join(f"{reason}: {count:,}" for reason, count in quarantine.counts.most_common())
-    return f"No row of {names} can be used ({reasons}). See {quarantine.path} for each of them."
+def _check_apart(paths: list[Path], out: Path) -> None:
+    place = out.resolve()
+    for path in paths:
+        if path.resolve().is_relative_to(place):
+            raise UserError(f"Input {path} lies in {out} (--out), which would be replaced. Choose another --out.")
+
+
+def _summary(out: Path, done: prepare.Prepared, *, found: bool) -> dict[str, Any]:
+    manifest, origin = done.manifest, done.manifest.origin
+    return {
+        "dataset": str(out),
+        "rows_read": manifest.rows + sum(origin.quarantined.values()),
+        "rows": manifest.rows,
+        "tokens": manifest.tokens,
+        "supervised_tokens": manifest.supervised_tokens,
+        "supervised_share": manifest.supervised_tokens / max(manifest.tokens, 1),
+        "longest": manifest.longest,
+        "truncated": origin.truncated,
+        "tokens_cut": origin.tokens_cut,
+        "supervised_cut": origin.supervised_cut,
+        "quarantined": origin.quarantined,
+        "quarantine": str(done.quarantine) if done.quarantine else None,
+        "shards": len(manifest.shards),
+        "fingerprint": manifest.fingerprint,
+        "found": found,
+        "notes": list(done.notes),
+    }

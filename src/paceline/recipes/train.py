@@ -2,14 +2,18 @@
 
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from paceline import checkpoint
 from paceline.config import RunSettings, dump_settings
 from paceline.data import loader
-from paceline.data.plan import BucketTable, plan, table
-from paceline.data.store import CompletionDataset, open_dataset
+from paceline.data.mixture import Mixture, first_table, open_mixture
+from paceline.data.plan import BucketTable
+from paceline.data.verify import BackgroundCheck, watched
 from paceline.observe.console import Console, Tick
 from paceline.observe.events import EventLog
 from paceline.pipeline.supervisor import RoleState
@@ -24,27 +28,28 @@ def train(settings: RunSettings, *, console: Console) -> dict[str, Any]:
     """Train the drafter that `settings` describe into its run folder and return a summary."""
     # 1. Everything that can be refused before a model is loaded.
     run = Path(settings.run_dir)
-    check_run_folder(run, Path(settings.data.dataset))
+    check_run_folder(run, settings.data.folders)
     facts = describe(settings.target.model, settings.target.revision)
-    dataset = open_dataset(Path(settings.data.dataset))
-    check_inputs(settings, facts, dataset)
-    first = plan(dataset.lengths, settings.data, seed=settings.train.seed, epoch=0)
-    buckets = table(first, dataset.lengths)
-    total_steps = loader.count_steps(len(first), settings.train)
+    mixture = open_mixture(settings.data)
+    check_inputs(settings, facts, mixture, console)
+    buckets = first_table(mixture, settings.data, seed=settings.train.seed)
+    total_steps = loader.count_steps(mixture, settings.data, settings.train)
     B = settings.drafter.block_size
-    batches = loader.micro_batches(dataset, settings.data, settings.train, B)
-    largest = loader.largest_micro_batch(dataset, settings.data, settings.train, B)
+    pin = any(torch.device(name).type == "cuda" for name in (*settings.pipeline.targets, *settings.pipeline.drafters))
+    batches = loader.micro_batches(mixture, settings.data, settings.train, B, pin=pin)
+    largest = loader.largest_micro_batch(mixture, settings.data, settings.train, B)
     print_buckets(buckets, console)
 
-    # 2. The run folder says what made it, and is ours alone.
-    with checkpoint.claimed(run):
-        return _run(settings, facts, dataset, buckets, batches, largest, total_steps, console)
+    # 2. The run folder says what made it, and is ours alone. Checksums are compared while the run is under way.
+    with checkpoint.claimed(run), closing(BackgroundCheck(mixture.datasets)) as check:
+        batches = watched(batches, check)
+        return _run(settings, facts, mixture, buckets, batches, largest, total_steps, console)
 
 
 def _run(
     settings: RunSettings,
     facts: TargetFacts,
-    dataset: CompletionDataset,
+    mixture: Mixture,
     buckets: BucketTable,
     batches: Iterator[TokenBatch],
     largest: TokenBatch,
@@ -54,7 +59,8 @@ def _run(
     run = Path(settings.run_dir)
     (run / "settings.yaml").write_text(dump_settings(settings))
     target = {"name": facts.name, "folder": str(facts.folder), "revision": facts.revision}
-    checkpoint.save_provenance(run, target=target, dataset={"folder": str(dataset.folder), "rows": dataset.fingerprint})
+    made = [{"folder": str(dataset.folder), "rows": dataset.fingerprint} for dataset in mixture.datasets]
+    checkpoint.save_provenance(run, target=target, dataset=made[0] if len(made) == 1 else made)
 
     # 3. Roles start, agree, work.
     totals = _Totals()

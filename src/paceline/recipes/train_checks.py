@@ -1,33 +1,40 @@
 """What `paceline train` refuses before it loads a model."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.config import RunSettings
-from paceline.data.store import CompletionDataset, check_fits, find_token, id_range, tokenizer_fingerprint
+from paceline.data.manifest import check_fits, tokenizer_fingerprint
+from paceline.data.mixture import Mixture
+from paceline.data.store import CompletionDataset, find_token
+from paceline.observe.console import Console
 from paceline.records import UserError
 from paceline.runtime.devices import check_device
 from paceline.target.load import TargetFacts, load_tokenizer
 from paceline.target.model import check_taps
 
+LONG_SCAN = 10**8  # tokens: reading them takes so long that a person is told
 
-def check_run_folder(run: Path, dataset: Path) -> None:
+
+def check_run_folder(run: Path, datasets: Sequence[str]) -> None:
     """Refuse a run folder that is taken.
 
     Raises:
-        UserError: it is a file, holds a trained drafter, or lies in the dataset, which `prepare` may replace.
+        UserError: it is a file, holds a trained drafter, or lies in a dataset, which `prepare` may replace.
     """
     if run.exists() and not run.is_dir():
         raise UserError(f"run_dir must be a folder, but {run} is a file. Choose another run_dir.")
     if (run / "drafter").exists():
         raise UserError(f"Run folder {run} (run_dir) already holds a trained drafter. Choose another run_dir.")
-    if run.resolve().is_relative_to(dataset.resolve()):
-        raise UserError(
-            f"run_dir must not lie in the dataset {dataset} (data.dataset), got {run}. Choose another run_dir."
-        )
+    for dataset in datasets:
+        if run.resolve().is_relative_to(Path(dataset).resolve()):
+            raise UserError(
+                f"run_dir must not lie in the dataset {dataset} (data.dataset), got {run}. Choose another run_dir."
+            )
 
 
-def check_inputs(settings: RunSettings, facts: TargetFacts, dataset: CompletionDataset) -> None:
-    """Refuse devices that are not there and taps, mask token or dataset that do not fit the target.
+def check_inputs(settings: RunSettings, facts: TargetFacts, mixture: Mixture, console: Console) -> None:
+    """Refuse devices that are not there and taps, mask token or datasets that do not fit the target.
 
     Raises:
         UserError: the first rule that is broken.
@@ -45,24 +52,35 @@ def check_inputs(settings: RunSettings, facts: TargetFacts, dataset: CompletionD
         raise UserError(
             f"drafter.mask_token_id must be a row of the target's embedding (0..{facts.vocab_size - 1}), got {mask}."
         )
-    check_fits(
-        dataset.manifest, tokenizer_fingerprint(load_tokenizer(facts.name, settings.target.revision)), facts.name
-    )
-    if dataset.manifest.longest > settings.data.max_length:
+    tokenizer = tokenizer_fingerprint(load_tokenizer(facts.name, settings.target.revision))
+    for dataset in mixture.datasets:
+        check_fits(dataset.manifest, tokenizer, facts.name)
+        _check_rows(dataset, settings, facts, console)
+
+
+def _check_rows(dataset: CompletionDataset, settings: RunSettings, facts: TargetFacts, console: Console) -> None:
+    """Hold what the manifest says of the rows against the settings; ids are read only where it does not say enough."""
+    made, mask = dataset.manifest, settings.drafter.mask_token_id
+    if made.longest > settings.data.max_length:
         raise UserError(
-            f"A sample may have data.max_length ({settings.data.max_length:,}) tokens, but {settings.data.dataset} has "
-            f"one of {dataset.manifest.longest:,}. Raise it or prepare again with --settings."
+            f"A sample may have data.max_length ({settings.data.max_length:,}) tokens, but {dataset.folder} has "
+            f"one of {made.longest:,}. Raise it or prepare again with --settings."
         )
-    row = find_token(dataset, mask)
-    if row is not None:
+    if made.origin.mask_token_id != mask:  # else `prepare` has seen to it that it does not occur
+        if made.tokens >= LONG_SCAN:
+            console.line(
+                f"  looking for token {mask} (drafter.mask_token_id) in {made.tokens:,} tokens of {dataset.folder}, "
+                f"which was prepared for token {made.origin.mask_token_id}"
+            )
+        row = find_token(dataset, mask)
+        if row is not None:
+            raise UserError(
+                f"drafter.mask_token_id must never occur in the data, but token {mask} is in row {row} of "
+                f"{dataset.folder}. Choose another id, or prepare again with --mask-token-id {mask}, which leaves "
+                f"such rows out."
+            )
+    if made.largest_id >= facts.vocab_size:
         raise UserError(
-            f"drafter.mask_token_id must never occur in the data, but token {mask} is in row {row} of "
-            f"{settings.data.dataset}. Choose another id, or prepare again with --mask-token-id {mask}, which leaves "
-            f"such rows out."
-        )
-    low, high = id_range(dataset)
-    if low < 0 or high >= facts.vocab_size:
-        raise UserError(
-            f"Token ids must lie in 0..{facts.vocab_size - 1} for {facts.name}, but {settings.data.dataset} holds "
-            f"{low} to {high}: the dataset is damaged. Prepare it again."
+            f"Token ids must lie in 0..{facts.vocab_size - 1} for {facts.name}, but {dataset.folder} holds "
+            f"{made.largest_id}: the dataset is damaged. Prepare it again."
         )

@@ -3,8 +3,7 @@
 A tap is the output of a decoder layer, before the next layer and before the final norm: what transformers lists as
 `hidden_states[layer + 1]`. A token's feature is its m taps side by side, in ascending order of layers.
 
-Shapes: n samples, S padded length, T real tokens (training) or tokens of a row (decoding), R rows, D = m * H,
-V vocabulary.
+Shapes: R rows, S padded length, T real tokens (training) or tokens of a row (decoding), D = m * H, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -14,7 +13,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from paceline.records import UserError
+from paceline.blocks import context_positions
+from paceline.records import TokenBatch, UserError
 from paceline.target.cache import RowCache
 from paceline.target.load import TargetFacts, load_causal, load_config, load_trunk
 
@@ -44,7 +44,7 @@ class Taps:
     def _keep(self, _module: nn.Module, _args: Any, output: Any) -> None:
         self._outputs.append(output[0] if isinstance(output, tuple) else output)
 
-    def take(self) -> Float[Tensor, "n S D"]:
+    def take(self) -> Float[Tensor, "R S D"]:
         """Return the features of the forward that just ran and forget them."""
         features = torch.cat(self._outputs, dim=-1)
         self._outputs.clear()
@@ -61,11 +61,25 @@ class FeatureTarget:
         self._taps = Taps(self._trunk.layers, taps)
 
     @torch.inference_mode()
-    def features(self, input_ids: Int[Tensor, "n S"], lengths: Sequence[int]) -> Float[Tensor, "T D"]:
-        """Return the real tokens' features, samples end to end. Padding is on the right, where causality hides it."""
-        self._trunk(input_ids.to(self.device), use_cache=False)
-        padded_nSD = self._taps.take()
-        return torch.cat([row_SD[:length] for row_SD, length in zip(padded_nSD, lengths, strict=True)])
+    def features(self, tokens: TokenBatch) -> Float[Tensor, "T D"]:
+        """Return the real tokens' features, samples end to end. Padding is on the right, where causality hides it.
+
+        Samples that share a row do not see one another: positions start anew with each, and from positions that do not
+        go on (and no mask) transformers makes an attention mask of diagonal blocks. Padding is a sample a token.
+        """
+        ids_RS = _to(tokens.input_ids, self.device)
+        places_T = _to(tokens.places_T, self.device)
+        positions_RS = None
+        if tokens.packed:
+            positions_RS = torch.zeros_like(ids_RS)
+            positions_RS[0, : tokens.num_tokens] = context_positions(tokens.lengths).to(self.device)
+        self._trunk(ids_RS, position_ids=positions_RS, use_cache=False)
+        return self._taps.take().flatten(0, 1)[places_T]
+
+
+def _to(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy without waiting where that is safe: pinned memory is not given out again before the copy is done."""
+    return tensor.to(device, non_blocking=tensor.is_pinned())
 
 
 class DecodingTarget:

@@ -62,4 +62,4 @@ class TargetReplica:
         self.doing = ""
 
     def _features(self, tokens: TokenBatch) -> torch.Tensor:
-        return self._target.features(tokens.input_ids, tokens.lengths).to(self._wire)
+        return self._target.features(tokens).to(self._wire)

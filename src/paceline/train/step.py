@@ -98,7 +98,7 @@ class DrafterStep:
             (to.labels_AB, blockset.labels_KB),
             (to.valid_AB, blockset.valid_KB),
         ):
-            buffer[:K].copy_(values)
+            buffer[:K].copy_(values, non_blocking=values.is_pinned())  # which is not given out again before its copy
             buffer[K:].zero_()
         self.counts.blocks += K
         self.counts.anchor_slots += len(to.anchor_A)

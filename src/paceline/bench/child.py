@@ -1,0 +1,90 @@
+"""What is measured in a process of its own, so that nothing else is in its memory: `python -m paceline.bench.child`.
+
+Each function imports what it measures first, then takes times, and returns plain data, which is printed as JSON.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def open_and_plan(folder: str) -> dict[str, float]:
+    """Open a dataset and plan epochs of it; memory is that of the first time, above what the imports took."""
+    from paceline.bench.memory import forget_peak, memory_of
+    from paceline.config import DataSettings
+    from paceline.data.mixture import open_mixture, plan_epoch
+
+    settings = DataSettings(dataset=folder)
+    before = memory_of()
+    after: dict[str, float] = {}
+    forget_peak()
+    opening, planning = [], []
+    batches = 0
+    for epoch in range(4):
+        began = time.perf_counter()
+        mixture = open_mixture(settings)
+        opened = time.perf_counter()
+        order, _ = plan_epoch(mixture, settings, seed=0, epoch=epoch, edges=mixture.edges(settings))
+        planning.append(time.perf_counter() - opened)
+        opening.append(opened - began)
+        batches = len(order)
+        after = after or memory_of()
+    return {
+        "open_s": opening[0],
+        "open_again_s": min(opening[1:]),
+        "plan_s": planning[0],
+        "plan_again_s": min(planning[1:]),
+        "resident_mib": after["VmHWM"] - before["VmRSS"],
+        "anonymous_mib": after["RssAnon"] - before["RssAnon"],
+        "batches": batches,
+    }
+
+
+def load(folder: str, early_rows: str) -> dict[str, float]:
+    """Take one epoch from the loader; memory is looked at after `early_rows` rows and at the end."""
+    from paceline.bench.memory import memory_of
+    from paceline.bench.stream import epoch_of
+
+    early = 0.0
+    tokens = rows = batches = 0
+    began = time.perf_counter()
+    for lengths in epoch_of(folder):
+        tokens += sum(lengths)
+        rows += len(lengths)
+        batches += 1
+        if not early and rows >= int(early_rows):
+            early = memory_of()["RssAnon"]
+    seconds = time.perf_counter() - began
+    late = memory_of()["RssAnon"]
+    return {
+        "rows": rows,
+        "tokens": tokens,
+        "micro_batches": batches,
+        "seconds": seconds,
+        "early_mib": early or late,
+        "late_mib": late,
+    }
+
+
+def tokenize(target: str, rows: str) -> dict[str, float]:
+    """Call the bare tokenizer on the rendered conversations of a JSONL file, all in one call, on all cores."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
+    from paceline.target.load import load_tokenizer
+
+    tokenizer = load_tokenizer(target, None)
+    with Path(rows).open(encoding="utf-8") as file:
+        texts = [tokenizer.apply_chat_template(json.loads(line)["messages"], tokenize=False) for line in file]
+    began, cpu_began = time.perf_counter(), time.process_time()
+    encoded = tokenizer(texts, add_special_tokens=False, verbose=False)
+    seconds, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
+    return {"tokens": sum(map(len, encoded["input_ids"])), "seconds": seconds, "cpu_s": cpu_s}
+
+
+_JOBS: dict[str, Callable[..., dict[str, Any]]] = {"open": open_and_plan, "load": load, "tokenize": tokenize}
+
+if __name__ == "__main__":
+    print(json.dumps(_JOBS[sys.argv[1]](*sys.argv[2:])))

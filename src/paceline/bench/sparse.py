@@ -1,0 +1,124 @@
+"""Datasets of full apparent size on little disk: the ids are zero and the file system keeps no pages for them.
+
+Everything that opening and planning read is real: rows, offsets, record batches, shards and the manifest. Checksums are
+left out: they would take longer to compute than all the rest, and neither reads them.
+
+Shapes: N rows, n rows of a record batch.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from jaxtyping import Int
+
+from paceline.data.manifest import Manifest, Origin
+from paceline.data.store import SCHEMA
+from paceline.data.writer import ShardFacts, seal, shard_name
+
+_HOLE = 4096  # bytes: shorter runs of zeros are written
+_BATCH_TOKENS = 1 << 21  # of a record batch, as the writer of datasets makes them
+_SHARD_ROWS = 65_536
+ORIGIN = Origin("none", "none", "none", None, "none", None, [], {}, 0)
+
+
+class SparseFile:
+    """A file to write to, front to back, that leaves a hole where it is given nothing but zeros."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb")
+        self._size = 0
+        self.closed = False
+
+    def write(self, data: Any) -> int:
+        """Append the bytes."""
+        piece = np.frombuffer(data, dtype=np.uint8)
+        if len(piece) >= _HOLE and not piece.any():
+            self._file.seek(len(piece), 1)
+        else:
+            self._file.write(data)
+        self._size += len(piece)
+        return len(piece)
+
+    def flush(self) -> None:
+        """Pass on what is buffered."""
+        self._file.flush()
+
+    def tell(self) -> int:
+        """Return how many bytes were written."""
+        return self._size
+
+    def close(self) -> None:
+        """Give the file its full size, also where it ends with a hole."""
+        if not self.closed:
+            self.closed = True
+            self._file.truncate(self._size)
+            self._file.close()
+
+    def __enter__(self) -> "SparseFile":
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self.close()
+
+
+@dataclass(frozen=True, slots=True)
+class SparseSize:
+    """What a sparse dataset seems to take and what it takes."""
+
+    apparent_bytes: int
+    disk_bytes: int
+
+
+def write_sparse_dataset(folder: Path, lengths_N: Int[np.ndarray, " N"]) -> tuple[Manifest, SparseSize]:
+    """Write a dataset with rows of these lengths, all of whose ids are zero and unsupervised; the folder is made."""
+    folder.mkdir(parents=True)
+    parts = [lengths_N[at : at + _SHARD_ROWS] for at in range(0, len(lengths_N), _SHARD_ROWS)]
+    shards = []
+    for index, part in enumerate(parts):
+        name = shard_name(index, len(parts))
+        with SparseFile(folder / name) as sink, pa.ipc.new_stream(pa.PythonFile(sink, "w"), SCHEMA) as stream:
+            for batch in _batches(part):
+                stream.write_batch(batch)
+        shards.append((name, _facts(folder / name, part)))
+    files = [(folder / name).stat() for name, _ in shards]
+    size = SparseSize(sum(file.st_size for file in files), sum(file.st_blocks for file in files) * 512)
+    return seal(folder, shards, ORIGIN), size
+
+
+def _batches(lengths_N: Int[np.ndarray, " N"]) -> Iterator[pa.RecordBatch]:
+    longest = _BATCH_TOKENS + int(lengths_N.max())
+    ids = pa.array(np.zeros(longest, dtype=np.int32))  # all batches share these zeros
+    masks = pa.Array.from_buffers(pa.bool_(), longest, [None, pa.py_buffer(bytes(longest // 8 + 1))])
+    batch_N = np.cumsum(lengths_N, dtype=np.int64) // _BATCH_TOKENS
+    line = 1
+    for length_n in np.split(lengths_N, np.flatnonzero(np.diff(batch_N)) + 1):
+        offsets = pa.array(np.concatenate([[0], np.cumsum(length_n)]).astype(np.int32))
+        tokens = int(length_n.sum())
+        columns = [
+            pa.ListArray.from_arrays(offsets, ids[:tokens]),
+            pa.ListArray.from_arrays(offsets, masks[:tokens]),
+            pa.array(np.maximum(length_n // 2, 1), pa.int32()),
+            pa.array(np.zeros(len(length_n), dtype=np.int32)),
+            pa.array(np.arange(line, line + len(length_n), dtype=np.int32)),
+            pa.array(np.zeros(len(length_n), dtype=np.int32)),
+        ]
+        line += len(length_n)
+        yield pa.record_batch(columns, schema=SCHEMA)
+
+
+def _facts(path: Path, lengths_N: Int[np.ndarray, " N"]) -> ShardFacts:
+    return ShardFacts(
+        rows=len(lengths_N),
+        tokens=int(lengths_N.sum(dtype=np.int64)),
+        supervised_tokens=0,
+        longest=int(lengths_N.max()),
+        largest_id=0,
+        digest=path.name,
+        bytes=path.stat().st_size,
+        sha256="",
+    )

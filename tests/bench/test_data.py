@@ -1,0 +1,130 @@
+"""The whole measurement with small or made-up parts, the table it prints, and how it watches processes."""
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console as RichConsole
+
+from paceline.bench import data, texts
+from paceline.bench.lengths import run_lengths
+from paceline.bench.memory import TreePeak, memory_of
+from paceline.bench.processes import Ran, run_child
+from paceline.bench.sparse import write_sparse_dataset
+from paceline.data.manifest import load_manifest
+from paceline.observe.console import Console
+from paceline.records import RunError, UserError
+
+PROMISED = {"open_s", "plan_s", "resident_mib", "padding_static", "padding_optimum", "padding_trim", "padding_packed"}
+PROMISED |= {"loader_tokens_per_s", "prepare_share_of_tokenizer"}
+
+
+@pytest.fixture
+def console() -> tuple[Console, io.StringIO]:
+    made, written = Console(), io.StringIO()
+    made.rich = RichConsole(file=written, width=80, highlight=False)
+    return made, written
+
+
+@pytest.fixture
+def no_processes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Children that answer at once; returns the numbers of rows that `prepare` was given."""
+    given = []
+
+    def child(job: str, *arguments: object) -> dict[str, Any]:
+        if job == "open":
+            assert load_manifest(Path(str(arguments[0]))).rows == 3000
+            return {"open_s": 0.1, "plan_s": 0.5, "resident_mib": 120.0}
+        if job == "load":
+            return {"tokens": 10_000_000, "seconds": 1.0, "early_mib": 100.0, "late_mib": 107.0}
+        return {"tokens": 1000, "seconds": 1.0, "cpu_s": 2.0}
+
+    def prepare(rows: Path, out: Path, target: Path) -> Ran:
+        count = len(rows.read_text().splitlines())
+        given.append(count)
+        return Ran({"tokens": count}, 1 + count / 900, 3 + count / 300, 50.0, 3)
+
+    monkeypatch.setattr(data, "run_child", child)
+    monkeypatch.setattr(data, "run_prepare", prepare)
+    monkeypatch.setattr(data, "run_lengths", lambda count=3000, seed=0: run_lengths(min(count, 3000), seed))
+    monkeypatch.setattr(data, "LOADER_ROWS", 20)
+    monkeypatch.setattr(data, "LONG_ROWS", 40)
+    return given
+
+
+def test_figures_and_table(
+    console: tuple[Console, io.StringIO], no_processes: list[int], tmp_path: Path, tiny_folder: Path
+) -> None:
+    result = data.bench_data(console=console[0], rows=20_000, target=str(tiny_folder), work=tmp_path)
+    assert result.keys() >= PROMISED
+    assert json.loads(json.dumps(result)) == result
+    assert result["padding_static"].keys() == result["padding_optimum"].keys() == {"6", "12", "24"}
+    assert result["loader_tokens_per_s"] == 1e7
+    assert result["prepare_share_of_tokenizer"] == pytest.approx(0.9)
+    assert result["prepare_share_of_tokenizer_by_cpu_time"] == pytest.approx(0.6)
+    assert result["prepare_start_s"] == pytest.approx(1)
+    assert no_processes == [40, 10] * 3 + [10_000, 20_000]
+    met = {bar["name"]: bar["met"] for bar in result["bars"]}
+    assert [name for name, fine in met.items() if fine is False] == ["memory of the loader"]
+    printed = console[1].getvalue().splitlines()
+    assert max(map(len, printed)) <= 80
+    assert any(line.split()[-1] == "NO" and "+7.0%" in line for line in printed)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_told_at_once(console: tuple[Console, io.StringIO], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"need 1,000,000\.4 GB of disk in .* are free. Choose another folder"):
+        data.bench_data(console=console[0], rows=10**12, target="x", work=tmp_path)
+    with pytest.raises(UserError, match="cannot be used"):
+        data.bench_data(console=console[0], rows=1, target="x", work=tmp_path / "none")
+
+
+def test_opening_in_a_child(tmp_path: Path) -> None:
+    write_sparse_dataset(tmp_path / "data", run_lengths(3000))
+    found = run_child("open", tmp_path / "data")
+    assert 0 < found["open_s"] < 60
+    assert 0 < found["plan_s"] < 60
+    assert found["batches"] > 100
+
+
+def test_a_failed_child_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="status 1 and said: .*no manifest.json"):
+        run_child("open", tmp_path)
+
+
+def test_memory_of_a_tree_holds_grandchildren() -> None:
+    grandchild = "import time; held = bytearray(64 << 20); time.sleep(1)"
+    child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {grandchild!r}])"
+    process = subprocess.Popen([sys.executable, "-c", child])
+    with TreePeak(process.pid) as peak:
+        process.wait()
+    assert 64 < peak.mib < 200
+    assert peak.processes == 2
+    assert memory_of(process.pid)["VmRSS"] == 0
+    assert 0 < memory_of()["RssAnon"] <= memory_of()["VmRSS"] <= memory_of()["VmHWM"]
+
+
+def test_rows_are_all_different(tmp_path: Path) -> None:
+    texts.write_long_rows(tmp_path / "long.jsonl", 30, 4000)
+    texts.write_short_rows(tmp_path / "short.jsonl", 30)
+    long = [json.loads(line) for line in (tmp_path / "long.jsonl").read_text().splitlines()]
+    short = [json.loads(line) for line in (tmp_path / "short.jsonl").read_text().splitlines()]
+    assert len({json.dumps(row) for row in long}) == len({row["prompt"] for row in short}) == 30
+    assert all([m["role"] for m in row["messages"]] == ["user", "assistant"] * 2 for row in long)
+    assert all(sum(len(m["content"]) for m in row["messages"]) == 4000 for row in long)
+    assert all(len(row["completion"].split()) == texts.SHORT_WORDS for row in short)
+
+
+def test_the_library_is_read_again_from_another_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, text in (("a.py", "x" * 500), ("b.py", "y" * 2000)):
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(texts.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    pieces = texts.library_pieces(1000)
+    assert [next(pieces) for _ in range(3)] == ["x" * 500 + "y" * 500, "y" * 1000, "y" * 1000]
+    monkeypatch.setattr(texts.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "none")})
+    with pytest.raises(RunError, match="holds none"):
+        next(texts.library_pieces(1000))

@@ -1,0 +1,92 @@
+"""What `plan` prints and returns."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.config import DataSettings, RunSettings, dump_settings
+from paceline.data.mixture import Mixture, coverage, first_table, open_mixture
+from paceline.observe.console import Console
+from paceline.recipes import plan as recipe
+from paceline.recipes.plan import plan_epoch
+
+ROWS = [([5] * length, 2) for length in (10, 20, 33, 60, 61, 62, 7, 40)]
+
+
+@pytest.fixture
+def run_yaml(tmp_path: Path, shape: Any, write_dataset: Callable[..., Path]) -> Path:
+    """A RUN.yaml of two datasets, one of which truncation has cut."""
+    folders = [str(write_dataset(ROWS, "one")), str(write_dataset(ROWS[:3], "two"))]
+    tree = {
+        "run_dir": str(tmp_path / "run"),
+        "target": {"model": "t"},
+        "drafter": shape.model_dump(),
+        "data": {"dataset": folders, "weights": [1, 2], "token_budget": 128, "align": 32},
+        "train": {"anchors_per_sample": 4, "epochs": 3},
+    }
+    path = tmp_path / "RUN.yaml"
+    path.write_text(dump_settings(RunSettings.model_validate(tree)))
+    return path
+
+
+@pytest.mark.parametrize("layout", ["bucketed", "trimmed", "packed"])
+def test_it_tells_of_batches_truncation_and_anchors(
+    run_yaml: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], layout: str
+) -> None:
+    def cut(settings: DataSettings) -> Mixture:
+        mixture = open_mixture(settings)
+        for dataset, lost in zip(mixture.datasets, (30, 10), strict=True):
+            origin = replace(dataset.manifest.origin, truncated=2, tokens_cut=lost, supervised_cut=lost // 2)
+            dataset.manifest = replace(dataset.manifest, origin=origin)
+        return mixture
+
+    monkeypatch.setattr(recipe, "open_mixture", cut)
+    monkeypatch.setenv("COLUMNS", "80")
+    report = plan_epoch(run_yaml, [f"data.layout={layout}"], seed=None, console=Console(json=False))
+    shown = capsys.readouterr()
+    text = shown.out + shown.err
+    assert max(map(len, text.splitlines())) <= 80
+    tokens = sum(len(ids) for ids, _ in ROWS) + 2 * 63
+    supervised = sum(len(ids) - 2 for ids, _ in [*ROWS, *ROWS[:3]])
+    assert (report["layout"], report["samples"], report["tokens"]) == (layout, 14, tokens)
+    assert report["truncation"] == {
+        "rows": 4,
+        "tokens": 40,
+        "token_share": pytest.approx(40 / (40 + tokens - 63)),
+        "supervised": 20,
+        "supervised_share": pytest.approx(20 / (20 + supervised)),
+    }
+    settings = DataSettings(dataset=(str(run_yaml.parent / "one"), str(run_yaml.parent / "two")), weights=(1.0, 2.0))
+    share = coverage(open_mixture(settings), anchors_per_sample=4, epochs=3)
+    assert report["anchors"] == {
+        "candidates": share.candidates,
+        "per_sample": 4,
+        "epochs": 3,
+        "epoch_share": share.epoch_share,
+        "run_share": share.run_share,
+    }
+    assert report["open_s"] >= 0
+    assert report["plan_s"] >= 0
+    assert bool(report["buckets"]) == (layout != "packed") == ("lengths" in text)
+    assert report["fill"] == pytest.approx(tokens / report["batches"] / 128)
+    for said in (
+        f"{report['batches']} batches an epoch ({layout})",
+        f"padding {report['padding_share']:.1%}",
+        "4 rows cut, 40 tokens lost",
+        "supervised tokens lost: 20",
+        f"an epoch draws {share.epoch_share:.1%}",
+        f"3 epochs {share.run_share:.1%}",
+    ):
+        assert said in text
+
+
+def test_a_folder_is_planned_with_the_defaults(write_dataset: Callable[..., Path]) -> None:
+    folder = write_dataset(ROWS)
+    report = plan_epoch(folder, [], seed=None, console=Console(json=True))
+    settings = DataSettings(dataset=str(folder))
+    assert settings.layout == report["layout"] == "trimmed"
+    want = first_table(open_mixture(settings), settings, seed=0).as_dict()
+    assert {key: report[key] for key in want} == want

@@ -1,0 +1,90 @@
+"""What training refuses of several datasets, and that it reads ids only where a manifest does not say enough."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.config import DrafterSettings, RunSettings
+from paceline.data.mixture import Mixture, open_mixture
+from paceline.observe.console import Console
+from paceline.recipes import train_checks
+from paceline.recipes.train_checks import check_inputs, check_run_folder
+from paceline.records import UserError
+from paceline.target.load import TargetFacts
+
+Check = Callable[..., None]
+
+
+@pytest.fixture
+def settings(tmp_path: Path, tiny_folder: Path, shape: DrafterSettings, write_dataset: Callable[..., Path]) -> Any:
+    folders = [str(write_dataset([([5, 6, 7, token], 1)], name)) for name, token in (("one", 8), ("two", 9))]
+    tree = {
+        "run_dir": str(tmp_path / "run"),
+        "target": {"model": str(tiny_folder)},
+        "drafter": shape.model_dump(),
+        "data": {"dataset": folders},
+    }
+    return RunSettings.model_validate(tree)
+
+
+@pytest.fixture
+def check(settings: RunSettings, tiny: TargetFacts, tmp_path: Path) -> Check:
+    """Return a check of the settings with another mask token or another manifest of the second dataset."""
+
+    def run(mask: int = 3, origin: dict[str, Any] | None = None, **manifest: Any) -> None:
+        drafter = settings.drafter.model_copy(update={"mask_token_id": mask})
+        mixture: Mixture = open_mixture(settings.data)
+        second = mixture.datasets[1]
+        second.manifest = replace(second.manifest, origin=replace(second.manifest.origin, **origin or {}), **manifest)
+        changed = settings.model_copy(update={"drafter": drafter})
+        # Named as the settings do: the facts of the fixture carry the same folder.
+        check_inputs(changed, tiny, mixture, Console(json=False))
+
+    return run
+
+
+def test_ids_are_not_read_where_the_manifest_says_enough(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*arguments: object) -> None:
+        raise AssertionError("the ids were read")
+
+    monkeypatch.setattr(train_checks, "find_token", never)
+    check()
+
+
+def test_another_mask_token_is_looked_for_in_every_dataset(
+    check: Check, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check(mask=10)
+    assert capsys.readouterr().out == ""
+    with pytest.raises(UserError, match=r"token 9 is in row 0 of .*two\. Choose another id"):
+        check(mask=9)
+    with pytest.raises(UserError, match=r"token 8 is in row 0 of .*one\. Choose another id"):
+        check(mask=8)
+    monkeypatch.setattr(train_checks, "LONG_SCAN", 1)
+    check(mask=10)
+    told = " ".join(capsys.readouterr().out.split())
+    assert "looking for token 10 (drafter.mask_token_id) in 4 tokens of" in told
+    assert "two, which was prepared for token 3" in told
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"largest_id": 128}, r"Token ids must lie in 0\.\.127 .*two holds 128: the dataset is damaged"),
+        ({"longest": 5000}, r"data\.max_length \(4,096\) tokens, but .*two has one of 5,000"),
+        ({"origin": {"tokenizer": "a" * 64}}, r"prepared with the tokenizer of "),
+    ],
+)
+def test_every_dataset_of_a_mixture_is_checked(check: Check, changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        check(**changes)
+
+
+def test_a_run_lies_in_none_of_its_datasets(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        with pytest.raises(UserError, match=rf"run_dir must not lie in the dataset .*{name} \(data\.dataset\)"):
+            check_run_folder(tmp_path / name / "run", [str(tmp_path / "one"), str(tmp_path / "two")])
+    check_run_folder(tmp_path / "run", [str(tmp_path / "one"), str(tmp_path / "two")])
