@@ -79,7 +79,7 @@ def encode_rows(
             known.append(_read(row, chat, limits.vocab_size))
         except BadRow as error:
             known.append(error)
-        objects.append(row if not isinstance(row, bytes) else row.decode(errors="backslashreplace"))
+        objects.append(row if not isinstance(row, bytes) else row.decode(errors="backslashreplace").rstrip("\r\n"))
     texts = [item for item in known if isinstance(item, Rendered)]
     tokenized = iter(chat.tokenize(texts) if texts else [])
     ends: list[Sample | Refused] = []

@@ -53,14 +53,14 @@ def _try(device: torch.device) -> tuple[str, str]:
     where = _kind(device)
     try:
         with torch.no_grad():
-            got = compiled(*qkv, block_mask=block_mask)
+            got = compiled(qkv[0], qkv[1], qkv[2], block_mask=block_mask)
         _check(got, wanted.detach(), dtype, "forward")
     except Exception as error:
         return "none", f"{where}: {tell(error)}"
     try:
-        leaves = tuple(part.detach().clone().requires_grad_() for part in qkv)
-        loss = compiled(*leaves, block_mask=block_mask).float().square().mean()
-        for got_grad, wanted_grad in zip(torch.autograd.grad(loss, leaves), wanted_grads, strict=True):
+        q, k, v = (part.detach().clone().requires_grad_() for part in qkv)
+        loss = compiled(q, k, v, block_mask=block_mask).float().square().mean()
+        for got_grad, wanted_grad in zip(torch.autograd.grad(loss, (q, k, v)), wanted_grads, strict=True):
             _check(got_grad, wanted_grad, dtype, "backward")
     except Exception as error:
         return "forward only", f"{where}: forward works, backward: {tell(error)}"

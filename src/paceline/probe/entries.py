@@ -28,9 +28,9 @@ class Entry:
     meaning: str  # of any verdict but ok, for a run; of every verdict where the entry is a hazard
     remedy: str
     arguments: tuple[str, ...] = ()
-    group: str = ""  # probes of a group follow one another in one process, on a GPU only the harmless ones do
-    harmless: bool = False
-    hazard: bool = False  # paceline never does this: whatever is seen is ok
+    group: str = ""  # probes of a group follow one another in one process
+    harmless: bool = False  # also on a GPU: what goes wrong leaves CUDA usable for the next probe
+    hazard: bool = False  # paceline never does this: a crash is ok, and what it means is told in any case
     expected: Callable[[Version, bool], str | None] = expected.nothing
     others: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # verdict → another meaning and remedy
 
@@ -45,6 +45,7 @@ def _mode(mode: str, *, graphs: bool) -> Entry:
         _NO_MODE,
         arguments=(mode,),
         group="compile",
+        harmless=not graphs,
         expected=expected.mode_with_graphs if graphs else expected.mode_without_graphs,
     )
 
@@ -100,7 +101,7 @@ ENTRIES: tuple[Entry, ...] = (
         "cpu",
         120,
         "Datasets, checkpoints and the cache go there: a run waits for the disk, or ends when it is full.",
-        "Free some room, or use another disk: PACELINE_CACHE moves the cache, `run_dir` the run, TMPDIR temporary files.",
+        "Free some room, or use another disk: PACELINE_CACHE moves the cache, `run_dir` a run, TMPDIR temporary files.",
         group="machine",
         harmless=True,
     ),
@@ -132,6 +133,7 @@ ENTRIES: tuple[Entry, ...] = (
         "torch.compile does not work in this installation at all, so a run stays eager.",
         "See the probe `compiler`; without a flaw there, install matching versions of torch and Triton.",
         group="compile",
+        harmless=True,
     ),
     Entry(
         "compile-worker",
@@ -141,6 +143,7 @@ ENTRIES: tuple[Entry, ...] = (
         "Every role is a thread, so a run stays eager: slower, and otherwise the same.",
         "See `compile-main`; if that is ok, use another version of torch.",
         group="compile",
+        harmless=True,
     ),
     Entry(
         "compile-two-threads",
@@ -150,6 +153,7 @@ ENTRIES: tuple[Entry, ...] = (
         "Two drafters must not compile at the same time. A run does not: the gate lets one compile after the other.",
         _GATE,
         group="compile",
+        harmless=True,
     ),
     _mode("default", graphs=False),
     _mode("max-autotune-no-cudagraphs", graphs=False),
@@ -164,6 +168,7 @@ ENTRIES: tuple[Entry, ...] = (
         "Up to torch 2.12 modes with CUDA graphs fail in every thread but the one that first imported graph trees.",
         _NO_MODE,
         group="hazards",
+        harmless=True,
         hazard=True,
         expected=expected.graph_trees,
     ),
@@ -175,6 +180,7 @@ ENTRIES: tuple[Entry, ...] = (
         "Settings of dynamo and inductor that are made in one thread do not reach the drafters' threads.",
         "Nothing to do: paceline gives them to torch.compile itself. TORCHINDUCTOR_* variables reach all threads.",
         group="hazards",
+        harmless=True,
         expected=expected.settings,
     ),
     Entry(
@@ -182,9 +188,10 @@ ENTRIES: tuple[Entry, ...] = (
         "hazards:is_compiling_elsewhere",
         "cpu",
         90,
-        "Where the flag leaks, an eager optimizer in one thread may fail or change its last bits while another compiles.",
+        "Where the flag leaks, an eager optimizer in one thread may fail or lose its last bits while another compiles.",
         _GATE,
         group="hazards",
+        harmless=True,
         hazard=True,
         expected=expected.is_compiling,
     ),
@@ -196,6 +203,7 @@ ENTRIES: tuple[Entry, ...] = (
         "A target cannot run a module while a drafter's thread traces.",
         _GATE,
         group="hazards",
+        harmless=True,
         hazard=True,
         expected=expected.modules,
     ),
@@ -227,8 +235,14 @@ ENTRIES: tuple[Entry, ...] = (
         "cpu",
         180,
         "Training takes the dense mask on this device, whose cost grows with anchors times context.",
-        "Nothing to do. Keep `train.anchor_slots` moderate; a CPU has no backward of flex_attention in torch 2.14.",
+        "Nothing to do on a CPU, which has no backward of it up to torch 2.14; keep `train.anchor_slots` moderate.",
         expected=expected.flex_attention,
+        others={
+            "refused": (
+                "Training takes the dense mask, whose cost grows with anchors times context.",
+                "Keep `train.anchor_slots` moderate; where `compile-worker` is ok, report what was observed.",
+            )
+        },
     ),
     # Several GPUs
     Entry(

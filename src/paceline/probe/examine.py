@@ -59,23 +59,26 @@ def batches(entries: Sequence[Entry], devices: int) -> Iterator[list[Entry]]:
     """
     batch: list[Entry] = []
     for entry in entries:
-        apart = not entry.group or (devices > 0 and not entry.harmless)
-        if batch and (apart or entry.group != batch[-1].group):
+        if batch and not (_shares(entry, devices) and _shares(batch[-1], devices) and entry.group == batch[-1].group):
             yield batch
             batch = []
         batch.append(entry)
     yield batch
 
 
+def _shares(entry: Entry, devices: int) -> bool:
+    return bool(entry.group) and (entry.harmless or not devices)
+
+
 def judge(entry: Entry, found: Finding, seconds: float, version: Version | None, gpu: bool) -> Result:
-    """Return the result: the words of the entry where the probe has none of its own, a hazard is ok whatever it did."""
-    verdict: Verdict = "ok" if entry.hazard and found.verdict != "skipped" else found.verdict
+    """Return the result, with the words of the entry where the probe has none of its own."""
+    verdict: Verdict = "ok" if entry.hazard and found.verdict in ("died", "hung") else found.verdict
     wanted = "" if version is None or verdict == "skipped" else (entry.expected(version, gpu) or "")
     observed = found.observed
     if version and wanted and found.saw:
         torch = f"torch {version[0]}.{version[1]}"
         as_it_should = found.saw == wanted or (wanted == "fails" and found.saw in ("died", "hung"))
-        observed += f" ({torch} should: {wanted})" if as_it_should else f" (NOT what {torch} should do: {wanted})"
+        observed += f"; expected of {torch}: {wanted}" if as_it_should else f"; NOT expected, {torch} should: {wanted}"
     meaning, remedy = entry.others.get(found.verdict, (entry.meaning, entry.remedy))
     quiet = verdict == "skipped" or (verdict == "ok" and not entry.hazard)
     return Result(
@@ -91,7 +94,7 @@ def judge(entry: Entry, found: Finding, seconds: float, version: Version | None,
 
 
 def _call(entry: Entry) -> Call:
-    return Call(f"{__package__}.{entry.function}", entry.limit_s, entry.arguments)
+    return Call(f"{__package__}.{entry.function}", float(entry.limit_s), entry.arguments)
 
 
 def _lacking(entry: Entry, devices: int) -> str:

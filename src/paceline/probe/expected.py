@@ -20,7 +20,7 @@ def nothing(version: Version, gpu: bool) -> str | None:
 
 
 def graph_trees(version: Version, gpu: bool) -> str | None:
-    """Graph trees keep their state in the thread that imported them up to 2.12, and make it where it lacks from 2.13."""
+    """Graph trees keep their state in the thread that imported them up to 2.12; each thread gets its own from 2.13."""
     return "works" if version >= (2, 13) else "fails"
 
 

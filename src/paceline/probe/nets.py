@@ -3,6 +3,7 @@
 Shapes: N rows, D width.
 """
 
+import math
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -99,7 +100,8 @@ def difference(one: Run, other: Run) -> float:
     if len(one.grads) != len(other.grads):
         return float("inf")
     pairs = zip((one.loss, *one.grads), (other.loss, *other.grads), strict=True)
-    return max(((a - b).abs().max() / b.abs().max().clamp_min(1e-12)).item() for a, b in pairs)
+    apart = [((a - b).abs().max() / b.abs().max().clamp_min(1e-12)).item() for a, b in pairs]
+    return max(float("inf") if math.isnan(value) else value for value in apart)
 
 
 def same_bits(one: Run, other: Run) -> bool:

@@ -8,13 +8,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import IO
 
 from paceline.probe.child import SEPARATOR
-from paceline.probe.finding import Bench, Finding
+from paceline.probe.finding import Bench, Finding, tell
 
 LOOK_EVERY_S = 0.1
 LAST_LINES, LAST_CHARACTERS = 3, 300
@@ -29,14 +29,20 @@ class Call:
     arguments: tuple[str, ...] = ()
 
 
-def run_probes(calls: Sequence[Call], bench: Bench) -> Iterator[tuple[Finding, float]]:
+def run_probes(calls: Sequence[Call], bench: Bench) -> Generator[tuple[Finding, float], None, None]:
     """Yield the finding and the seconds of each call, in order.
 
     The calls share a process for as long as it lives; the rest goes on in a new one after a crash or a hang.
     """
     left = list(calls)
     while left:
-        with _Child(left, bench) as child:
+        try:
+            started = _Child(left, bench)
+        except OSError as error:
+            left.pop(0)
+            yield Finding("refused", f"no process could be started for it: {tell(error)}", saw="fails"), 0.0
+            continue
+        with started as child:
             while left:
                 began = time.monotonic()
                 finding, alive = child.next(left.pop(0).limit_s)
@@ -49,7 +55,7 @@ class _Child:
     """One child process in a process group of its own, which ends with it."""
 
     def __init__(self, calls: Sequence[Call], bench: Bench) -> None:
-        self._noise: IO[bytes] = tempfile.TemporaryFile("a+b")
+        self._noise: IO[bytes] = tempfile.TemporaryFile("a+b")  # noqa: SIM115 (open for as long as the child is)
         self._lines, pipe = os.pipe()
         self._rest = b""
         words = [word for call in calls for word in (call.function, *call.arguments, SEPARATOR)]
@@ -65,6 +71,10 @@ class _Child:
                 start_new_session=True,
                 env=_environment(bench),
             )
+        except BaseException:
+            os.close(self._lines)
+            self._noise.close()
+            raise
         finally:
             os.close(pipe)
 

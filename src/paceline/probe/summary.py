@@ -20,10 +20,12 @@ def profile_of(results: Sequence[Result]) -> MachineProfile:
     def numbers(name: str) -> dict[str, Any]:
         return by_name[name].numbers
 
+    machine = _machine(numbers("torch"))
+    tried = fine("torch") or not machine.devices  # with GPUs that torch cannot use, the CPU was tried instead
     captures = all(map(fine, CAPTURES)) and by_name["replay-equals-eager"].verdict in ("ok", "degraded")
     return make_profile(
-        _machine(numbers("torch")),
-        compiles=fine("compile-worker"),
+        machine,
+        compiles=tried and fine("compile-worker"),
         captures=captures,
         flex_attention=numbers("flex-attention").get("works", {}),
         peer_gb_s=tuple(map(tuple, numbers("peer-copies").get("gb_s", ()))),

@@ -3,9 +3,9 @@
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import fill, indent, wrap
 from typing import Any
 
-from rich.table import Table
 from rich.text import Text
 
 from paceline.observe.console import Console
@@ -13,9 +13,11 @@ from paceline.probe.entries import ENTRIES, Entry
 from paceline.probe.examine import Result, examine
 from paceline.probe.finding import Bench
 from paceline.probe.summary import profile_of
+from paceline.records import UserError
 from paceline.runtime.profile import cache_folder, profile_path, save_profile
 
 WIDTH = 80  # of the table, whatever the terminal has: lines stay readable in a report
+GAP, NAME = " " * 9, 32  # columns of verdict and name
 STYLES = {"ok": "green", "degraded": "yellow", "skipped": "dim"}
 
 
@@ -24,10 +26,13 @@ def doctor(*, console: Console, out: Path | None = None, runs: Path = Path("runs
 
     `runs` is the folder whose disk is tried. That a probe fails is a result: nothing is raised for it, nor for a
     profile that cannot be written.
+
+    Raises:
+        UserError: there is no folder for temporary files or no home for the cache.
     """
     place = out or profile_path()
-    console.stage(f"{len(ENTRIES)} probes, each in a process with a time limit; this takes one to four minutes")
-    with tempfile.TemporaryDirectory(prefix="paceline-doctor-", ignore_cleanup_errors=True) as scratch:
+    console.stage(f"{len(ENTRIES)} probes, each in a process with a time limit: one to four minutes")
+    with _scratch() as scratch:
         bench = Bench(devices=0, cache=str(cache_folder()), runs=str(runs), scratch=scratch)
         results = examine(bench, lambda entry: console.line(_starting(entry)))
     profile = profile_of(results)
@@ -36,7 +41,7 @@ def doctor(*, console: Console, out: Path | None = None, runs: Path = Path("runs
         kept = f"The profile is in {place}."
     except OSError as error:
         kept = f"The profile could not be written to {place} ({error.strerror or error}): `train` will not find it."
-    console.rich.print(_table(results), width=WIDTH)
+    console.rich.print(_report(results), soft_wrap=True)
     console.line(f"Policy: `train` takes `{profile.policy}`. {profile.reason} {kept}")
     return {
         "probes": [result.json() for result in results],
@@ -45,20 +50,29 @@ def doctor(*, console: Console, out: Path | None = None, runs: Path = Path("runs
     }
 
 
+def _scratch() -> tempfile.TemporaryDirectory[str]:
+    try:
+        return tempfile.TemporaryDirectory(prefix="paceline-doctor-", ignore_cleanup_errors=True)
+    except OSError as error:
+        raise UserError(
+            f"The doctor needs a folder for temporary files, and none can be written ({error.strerror or error}): name "
+            "one in TMPDIR."
+        ) from error
+
+
 def _starting(entry: Entry) -> str:
     number = ENTRIES.index(entry) + 1
     return f"  {number:2d}/{len(ENTRIES)} {entry.name}, at most {entry.limit_s} s"
 
 
-def _table(results: Sequence[Result]) -> Table:
-    """Return a row a probe; what a verdict means and what to do stand under it."""
-    table = Table(box=None, pad_edge=False, width=WIDTH)
-    for name in ("verdict", "probe", "observed"):
-        table.add_column(name, overflow="fold")
+def _report(results: Sequence[Result]) -> Text:
+    """Return a row a probe: verdict, name, what was observed; under it what that means for a run and what to do."""
+    report = Text(f"{'verdict':{len(GAP)}}{'probe':{NAME}}observed\n", style="")
     for result in results:
-        verdict = Text(result.verdict, style=STYLES.get(result.verdict, "red"))
-        words = Text(result.observed)
-        if result.meaning:
-            words.append(f"\n→ {result.meaning} {result.remedy}", style="italic")
-        table.add_row(verdict, Text(result.name), words)
-    return table
+        first, *more = wrap(result.observed, WIDTH - len(GAP) - NAME) or [""]
+        report.append(f"{result.verdict:{len(GAP)}}", STYLES.get(result.verdict, "red"))
+        report.append(f"{result.name:{NAME - 1}} {first}\n")
+        report.append("".join(f"{GAP}{'':{NAME}}{line}\n" for line in more))
+        for words in filter(None, (result.meaning, result.remedy)):
+            report.append(indent(fill(words, WIDTH - len(GAP) - 2), f"{GAP}  ") + "\n", "italic")
+    return report

@@ -13,13 +13,13 @@ import tempfile
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from paceline.records import UserError
 
-FORMAT = 1  # of the file; a profile of another one is made again
+FORMAT: Final = 1  # of the file; a profile of another one is made again
 FILE = "machine.json"
 
 Policy = Literal["eager", "compiled", "captured"]

@@ -1,0 +1,147 @@
+"""The machine's profile: saved whole, read back, refused with a reason when it does not hold here; its policy."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.runtime.profile import (
+    Device,
+    Disk,
+    MachineKey,
+    MachineProfile,
+    cache_folder,
+    choose_policy,
+    load_profile,
+    make_profile,
+    profile_path,
+    save_profile,
+    this_machine,
+)
+
+H200 = Device(name="NVIDIA H200", capability="9.0", memory_gib=139.8)
+HERE = MachineKey(torch="2.11.0+cu130", driver="580.159.03", devices=(H200, H200))
+
+
+def profile() -> MachineProfile:
+    return make_profile(
+        HERE,
+        compiles=True,
+        captures=True,
+        flex_attention={"NVIDIA H200": "forward and backward"},
+        peer_gb_s=((None, 394.0), (394.0, None)),
+        disks=(Disk(folder="/tmp", free_gib=5.0, write_mb_s=None, read_mb_s=None),),
+    )
+
+
+@pytest.mark.parametrize(
+    ("gpu", "compiles", "captures", "policy"),
+    [
+        (True, True, True, "captured"),
+        (True, True, False, "compiled"),
+        (True, False, True, "eager"),
+        (False, True, True, "compiled"),
+        (False, True, False, "compiled"),
+        (False, False, False, "eager"),
+    ],
+)
+def test_the_policy_is_the_fastest_that_was_seen_to_work(
+    gpu: bool, compiles: bool, captures: bool, policy: str
+) -> None:
+    chosen, reason = choose_policy(gpu=gpu, compiles=compiles, captures=captures)
+    assert chosen == policy
+    assert reason.endswith(".")
+
+
+def test_saved_and_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "machine.json"
+    save_profile(profile(), path)
+    assert load_profile(path, HERE) == (profile().model_copy(update={"made_at": _made_at(path)}), "")
+    assert [child.name for child in path.parent.iterdir()] == ["machine.json"]
+
+
+def _made_at(path: Path) -> str:
+    made_at: str = json.loads(path.read_text())["made_at"]
+    return made_at
+
+
+def test_saving_where_nothing_can_be_written_leaves_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    path.mkdir()
+    with pytest.raises(OSError):
+        save_profile(profile(), path)
+    assert [child.name for child in tmp_path.iterdir()] == ["machine.json"]
+
+
+def test_a_missing_profile(tmp_path: Path) -> None:
+    found, reason = load_profile(tmp_path / "machine.json", HERE)
+    assert found is None
+    assert reason == f"There is no machine profile at {tmp_path / 'machine.json'}. Run `paceline doctor`."
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"torch": "2.13.0+cu130"}, "torch 2.11.0+cu130 and this is 2.13.0+cu130"),
+        ({"driver": None}, "driver 580.159.03 and this is none"),
+        ({"devices": (H200,)}, "NVIDIA H200 (9.0), NVIDIA H200 (9.0) and these are NVIDIA H200 (9.0)"),
+        ({"devices": ()}, "NVIDIA H200 (9.0), NVIDIA H200 (9.0) and these are no GPU"),
+    ],
+)
+def test_a_stale_profile(tmp_path: Path, change: dict[str, object], said: str) -> None:
+    path = tmp_path / "machine.json"
+    save_profile(profile(), path)
+    found, reason = load_profile(path, HERE.model_copy(update=change))
+    assert found is None
+    assert reason == f"The machine profile {path} is stale: it was made with {said}. Run `paceline doctor`."
+
+
+def test_a_little_more_memory_is_the_same_gpu(tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    save_profile(profile(), path)
+    more = H200.model_copy(update={"memory_gib": 140.1})
+    assert load_profile(path, HERE.model_copy(update={"devices": (more, more)}))[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "cannot be read"),
+        ("[]", "has format None"),
+        ('{"format": 0}', "has format 0, this paceline reads 1"),
+        ('{"format": 1}', "is damaged at "),
+    ],
+)
+def test_a_profile_that_is_not_ours(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "machine.json"
+    path.write_text(text)
+    found, reason = load_profile(path, HERE)
+    assert found is None
+    assert said in reason
+    assert reason.endswith("Run `paceline doctor`.")
+
+
+def test_it_lies_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from paceline.target.smollm2 import default_cache
+
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
+    assert profile_path() == tmp_path / "machine.json"
+    for own, xdg in (("", ""), ("", str(tmp_path)), ("", "relative"), ("~/mine", "")):
+        monkeypatch.setenv("PACELINE_CACHE", own)
+        monkeypatch.setenv("XDG_CACHE_HOME", xdg)
+        assert cache_folder() == default_cache()
+
+
+def test_this_machine() -> None:
+    here = this_machine()
+    assert here.torch == torch.__version__
+    assert len(here.devices) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
+
+
+def test_reading_needs_no_torch() -> None:
+    code = "import sys, paceline.runtime.profile, paceline.recipes.doctor; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "False"
