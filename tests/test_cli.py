@@ -218,6 +218,14 @@ def test_how_errors_end(monkeypatch: pytest.MonkeyPatch, error: Exception, statu
     assert paceline() == Ended(status, "", line + "\n")
 
 
+def test_ctrl_c_that_typer_does_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    def app(**_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "app", app)
+    assert paceline() == Ended(130, "", "error: interrupted\n")
+
+
 def test_a_fault_of_ours_shows_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """What nobody foresaw is not dressed up as bad input."""
 
@@ -864,8 +872,8 @@ def test_too_many_bad_rows_end_the_command(chat_folder: Path) -> None:
     assert ended.status == 2
     assert ended.stderr == (
         "error: At most 5.00% of the rows may be quarantined (--max-quarantined 0.05), but 10 of 100 are (not an "
-        "object: 10). See out.quarantine.jsonl for each of them; correct them, or allow more with --max-quarantined "
-        "0.1.\n"
+        "object: 10). See out.partial/quarantine.jsonl for each of them; correct them, or allow more with "
+        "--max-quarantined 0.1.\n"
     )
     assert not Path("out").exists()
     assert paceline(*prepare("--max-quarantined", "0.1", "--json")).json["rows"] == 90
@@ -885,10 +893,54 @@ def test_checksums_are_verified(chat_folder: Path) -> None:
     assert ended.stderr.startswith("error: Shard out/data-00000-of-00001.arrow is damaged: its sha256 is ")
 
 
+@pytest.mark.parametrize(
+    ("option", "name"), [(["--out", "zzz"], "out"), (["--target", "no"], "target"), (["--on-bad", "stop"], "on-bad")]
+)
+def test_checksums_are_verified_with_no_other_option(refused: Callable[..., str], option: list[str], name: str) -> None:
+    assert refused("prepare", "out", "--verify", *option) == (
+        f"--verify writes nothing and goes with datasets alone, got --{name} too. Leave one of them out."
+    )
+
+
+def test_names_that_no_dataset_can_have(refused: Callable[..., str], chat_folder: Path) -> None:
+    lines("in.jsonl", GOOD)
+    Path("loop").symlink_to("loop")
+    for out in ("loop", "loop/out"):
+        assert refused(*prepare("--out", out)) == (
+            f"--out must lead to a place, got {out}, whose links lead in a circle. Remove it."
+        )
+    assert refused(*prepare("--out", os.fsdecode(b"a\xff"))) == (
+        "--out must be UTF-8, got 'a\\udcff'. Choose another name."
+    )
+
+
 def test_template_arguments_have_their_form(chat_folder: Path) -> None:
     lines("in.jsonl", GOOD)
     ended = paceline(*prepare("--template-arg", "thinking"))
     assert ended.stderr == "error: --template-arg has the form key=value, got 'thinking'.\n"
+    ended = paceline(*prepare("--template-arg", "x=" + "[" * 100_000))
+    assert (
+        ended.stderr
+        == "error: --template-arg x must be a plain value, got [[[[[[[[[[[[[[[[[[[[..., nested too deeply.\n"
+    )
+    ended = paceline(*prepare("--template-arg", "thinkin=false"))
+    assert ended.stderr == (
+        "error: A chat template argument must be one that the chat template reads, and that of chat never mentions "
+        "thinkin (--template-arg). Correct its name or leave it out.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        *((text, False) for text in ("false", "False", "FALSE")),
+        *((text, True) for text in ("true", "True")),
+        *((text, None) for text in ("null", "None")),
+        *(("0", 0), ("[1]", [1]), ("none", "none"), ("no", "no"), ('"False"', "False"), ("a=b", "a=b"), ("", "")),
+    ],
+)
+def test_template_arguments_are_read_as_json_and_as_python(text: str, value: object) -> None:
+    assert cli._template_arg(f"thinking={text}") == ("thinking", value)
 
 
 def test_long_rows_are_cut_when_asked(chat_folder: Path) -> None:
@@ -905,10 +957,10 @@ def test_when_every_row_is_bad(chat_folder: Path) -> None:
     assert (ended.status, ended.stdout) == (2, "")
     assert ended.stderr.splitlines()[-1] == (
         "error: No row of in.jsonl can be used (not an object: 2, empty completion: 1). "
-        "See out.quarantine.jsonl for each of them."
+        "See out.partial/quarantine.jsonl for each of them."
     )
     assert not Path("out").exists()
-    reasons = [json.loads(line)["reason"] for line in Path("out.quarantine.jsonl").read_text().splitlines()]
+    reasons = [json.loads(line)["reason"] for line in Path("out.partial/quarantine.jsonl").read_text().splitlines()]
     assert reasons == ["not an object", "empty completion", "not an object"]
 
 
@@ -919,6 +971,24 @@ def test_the_first_bad_row_can_be_an_error(chat_folder: Path, here: Path) -> Non
     assert ended.status == 2
     assert ended.stderr == "error: in.jsonl:2: A row must be an object, got list.\n"
     assert on_disk(here) == before
+    assert paceline(*prepare()).status == 0
+    assert paceline(*prepare("--on-bad", "stop")) == ended, "also where the dataset is there already"
+
+
+def test_prepare_keeps_what_is_not_its_own(refused: Callable[..., str], chat_folder: Path) -> None:
+    lines("in.jsonl", GOOD)
+    Path("out.partial").mkdir()
+    Path("out.partial/thesis.txt").write_text("years of work")
+    assert refused(*prepare()) == (
+        "out.partial is where pieces of out are kept (--out), so it must hold nothing else, got thesis.txt. Move that "
+        "away, or choose another --out."
+    )
+    Path("out.partial/thesis.txt").unlink()
+    lines("out.quarantine.jsonl", {"prompt": "w5"})
+    assert refused(*prepare("--exclude", "out.quarantine.jsonl")) == (
+        "Evaluation set out.quarantine.jsonl is out.quarantine.jsonl, which is replaced when out is written (--out). "
+        "Move it, or choose another --out."
+    )
 
 
 def test_a_failed_prepare_keeps_the_dataset_that_is_there(chat_folder: Path) -> None:

@@ -116,7 +116,7 @@ def random_settings(draw: random.Random) -> RunSettings:
             block_size=draw.randint(2, 32),
             layers=draw.randint(1, 9),
             taps=tuple(sorted(draw.sample(range(64), draw.randint(1, 6)))),
-            mask_token_id=draw.randint(0, 2**40),
+            mask_token_id=draw.randint(0, 2**31 - 1),
             heads=kv_heads * draw.randint(1, 8),
             kv_heads=kv_heads,
             head_dim=2 * draw.randint(1, 99),
@@ -136,7 +136,7 @@ def random_settings(draw: random.Random) -> RunSettings:
             reshuffle="batches" if cache != "off" else draw.choice(["samples", "batches"]),
         ),
         train=TrainSettings(
-            max_steps=draw.choice([None, draw.randint(1, 10**12)]),
+            max_steps=draw.choice([None, draw.randint(1, 2**31 - 1)]),
             anchors_per_sample=anchors,
             anchor_slots=anchors + draw.randint(0, 99),
             optimizer=draw.choice(["adamw", "muon"]),
@@ -362,6 +362,11 @@ def test_a_packed_row_of_all_context_slots(run_yaml: Path) -> None:
             "(in override 'data.dataset=[a, 3]').",
         ),
         (
+            'data.dataset=[a, "b\\0"]',
+            "data.dataset must be a folder or a list of folders, numbers in quotes, got ['a', 'b\\x00'] "
+            "(in override 'data.dataset=[a, \"b\\\\0\"]').",
+        ),
+        (
             "data.dataset=[a, b, a]",
             "data.dataset must name each folder once; data.weights takes one more often, got ['a', 'b', 'a'] "
             "(in override 'data.dataset=[a, b, a]').",
@@ -370,7 +375,25 @@ def test_a_packed_row_of_all_context_slots(run_yaml: Path) -> None:
             "data.weights=[1, 2]",
             "data.weights must be one a dataset, got 2 for 1 (in RUN.yaml with override 'data.weights=[1, 2]').",
         ),
-        ("data.weights=[0]", "data.weights[0] must be greater than 0, got 0 (in override 'data.weights=[0]')."),
+        (
+            "data.weights=[0]",
+            "data.weights[0] must be greater than or equal to 0.000001, got 0 (in override 'data.weights=[0]').",
+        ),
+        (
+            "data.weights=[1e-300]",
+            "data.weights[0] must be greater than or equal to 0.000001, got 1e-300 "
+            "(in override 'data.weights=[1e-300]').",
+        ),
+        (
+            "data.dataset=[a, b/../a/]",
+            "data.dataset must name each folder once; data.weights takes one more often, got ['a', 'b/../a/'] "
+            "(in override 'data.dataset=[a, b/../a/]').",
+        ),
+        (
+            "data.token_budget=1000000000000",
+            "data.token_budget must be less than or equal to 16777216, got 1000000000000 "
+            "(in override 'data.token_budget=1000000000000').",
+        ),
         ("data.prefetch=0", "data.prefetch must be greater than or equal to 1, got 0 (in override 'data.prefetch=0')."),
         (
             "data.layout=square",
@@ -496,6 +519,18 @@ def test_texts_that_are_refused(run_yaml: Path, text: str, sentence: str | None)
         assert "\n" not in str(caught.value)
     else:
         assert str(caught.value) == sentence
+
+
+@pytest.mark.parametrize(("section", "count"), [("drafter", 7), ("data", 7), ("train", 9), ("pipeline", 2)])
+@pytest.mark.parametrize("value", [2**63, 10**30])
+def test_every_whole_number_has_an_upper_bound(run_yaml: Path, section: str, count: int, value: int) -> None:
+    """Beyond it arrays are asked for that no memory holds, or numbers that no array holds."""
+    base = load_settings(run_yaml).model_dump()[section]
+    keys = [key for key, default in base.items() if type(default) is int] + ["max_steps"] * (section == "train")
+    assert len(keys) == count
+    for key in keys:
+        with pytest.raises(UserError, match=rf"^{section}\.{key} must be less than (or equal to )?\d+, got {value} \("):
+            load_settings(run_yaml, [f"{section}.{key}={value}"])
 
 
 def test_files_that_cannot_be_read(run_yaml: Path, tmp_path: Path) -> None:

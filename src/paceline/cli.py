@@ -1,9 +1,11 @@
 """The command line: one verb a function. Recipes, and with them torch, are imported only once a verb runs."""
 
+import inspect
 import json as jsonlib
 import os
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -80,10 +82,11 @@ def demo(
     """Train, evaluate and export a real drafter for SmolLM2-135M, on two CPU cores or one GPU."""
     from paceline.recipes.demo import demo as recipe
     from paceline.recipes.demo_sizes import default_size
+    from paceline.recipes.texts import demo_text
 
     console = Console(json=json)
     report = recipe(run_dir, size_name=size or default_size(), console=console)
-    _finish(console, json, report, _demo_text(report, run_dir))
+    _finish(console, json, report, demo_text(report, run_dir))
 
 
 @app.command()
@@ -123,34 +126,27 @@ def prepare(
     """Turn conversations, or what `generate` wrote, into a dataset of tokenized completions."""
     console = Console(json=json)
     if verify:
+        _check_alone(prepare, locals(), "verify", {"sources", "json"})
         _verify(sources, console, json)
         return
-    if settings is not None:
-        tree = load_settings(settings)
-        if out is None and len(tree.data.folders) > 1:
-            raise UserError(
-                f"`prepare` writes one dataset, but data.dataset of {settings} lists {len(tree.data.folders)}. "
-                "Name the one to write with --out."
-            )
-        out, target = out or Path(tree.data.folders[0]), target or tree.target.model
-        revision = revision or tree.target.revision
-        max_length, on_long = max_length or tree.data.max_length, on_long or tree.data.on_long
-        mask_token_id = tree.drafter.mask_token_id if mask_token_id is None else mask_token_id
+    said = _said(settings, out)
+    out, target = out or said.get("out"), target or said.get("target")
     if out is None or target is None:
         raise UserError("`prepare` needs --out and --target. Add them, or --settings with a RUN.yaml that names them.")
     template_args = dict(map(_template_arg, template_arg or []))
     from paceline.data.chat import ChatOptions
     from paceline.recipes.prepare import prepare_dataset
+    from paceline.recipes.texts import prepared_text
 
     with console.progress("prepare") as tick:
         summary = prepare_dataset(
             sources,
             out,
             target=target,
-            revision=revision,
-            max_length=max_length or 4096,
-            on_long=on_long or "refuse",
-            mask_token_id=mask_token_id,
+            revision=revision or said.get("revision"),
+            max_length=max_length or said.get("max_length", 4096),
+            on_long=on_long or said.get("on_long", "refuse"),
+            mask_token_id=said.get("mask_token_id") if mask_token_id is None else mask_token_id,
             options=ChatOptions(turns=turns, mask_reasoning=mask_reasoning, template_args=template_args),
             exclude_sets=exclude or [],
             on_bad=on_bad,
@@ -161,7 +157,7 @@ def prepare(
         )
     for note in summary["notes"]:
         console.line(note)
-    _finish(console, json, summary, _prepared_text(summary))
+    _finish(console, json, summary, prepared_text(summary))
 
 
 @app.command()
@@ -248,6 +244,7 @@ def evaluate(
 ) -> None:
     """Measure acceptance by true speculative decoding, and check that its output is the target's own."""
     from paceline.recipes.evaluate import evaluate as recipe
+    from paceline.recipes.texts import evaluation_text
 
     console = Console(json=json)
     report = recipe(
@@ -261,7 +258,7 @@ def evaluate(
         untrained_prompts=0,
         console=console,
     )
-    _finish(console, json, report, _evaluation_text(report))
+    _finish(console, json, report, evaluation_text(report))
 
 
 @app.command()
@@ -312,6 +309,16 @@ def _finish(console: Console, json: bool, result: dict[str, Any], text: str) -> 
         console.line(text)
 
 
+def _check_alone(verb: Callable[..., None], given: dict[str, Any], flag: str, beside: set[str]) -> None:
+    """Refuse options beside one that leaves nothing for them to do."""
+    for name, parameter in inspect.signature(verb).parameters.items():
+        if name not in {flag, *beside} and given[name] not in (parameter.default, []):
+            raise UserError(
+                f"--{flag} writes nothing and goes with datasets alone, got --{name.replace('_', '-')} too. Leave one "
+                "of them out."
+            )
+
+
 def _verify(folders: list[Path], console: Console, json: bool) -> None:
     from paceline.recipes.prepare import verify_datasets
 
@@ -323,60 +330,37 @@ def _verify(folders: list[Path], console: Console, json: bool) -> None:
     _finish(console, json, summary, text)
 
 
+def _said(settings: Path | None, out: Path | None) -> dict[str, Any]:
+    """Return what a RUN.yaml says of the dataset to write."""
+    if settings is None:
+        return {}
+    tree = load_settings(settings)
+    if out is None and len(tree.data.folders) > 1:
+        raise UserError(
+            f"`prepare` writes one dataset, but data.dataset of {settings} lists {len(tree.data.folders)}. "
+            "Name the one to write with --out."
+        )
+    return {
+        "out": Path(tree.data.folders[0]),
+        "target": tree.target.model,
+        "revision": tree.target.revision,
+        "max_length": tree.data.max_length,
+        "on_long": tree.data.on_long,
+        "mask_token_id": tree.drafter.mask_token_id,
+    }
+
+
 def _template_arg(text: str) -> tuple[str, Any]:
     key, sep, raw = text.partition("=")
     if not sep or not key.isidentifier():
         raise UserError(f"--template-arg has the form key=value, got {text!r}.")
+    spelled = {"true": "true", "false": "false"}.get(raw.lower(), raw)  # as Python and others spell them
     try:
-        return key, jsonlib.loads(raw)
+        return key, jsonlib.loads("null" if raw == "None" else spelled)
     except ValueError:
         return key, raw
-
-
-def _prepared_text(summary: dict[str, Any]) -> str:
-    lines = [
-        f"{'Found' if summary['found'] else 'Wrote'} {summary['rows']:,} rows, {summary['tokens']:,} tokens "
-        f"({summary['supervised_share']:.0%} supervised) in {summary['dataset']}."
-    ]
-    if summary["truncated"]:
-        lines.append(
-            f"Truncated {summary['truncated']:,} rows: {summary['tokens_cut']:,} tokens lost, "
-            f"{summary['supervised_cut']:,} of them supervised."
-        )
-    if summary["quarantined"]:
-        refused = sum(summary["quarantined"].values())
-        lines.append(f"Quarantined {refused:,} of {summary['rows_read']:,} rows in {summary['quarantine']}:")
-        lines += [f"  {count:,} {reason}" for reason, count in summary["quarantined"].items()]
-    return "\n".join(lines)
-
-
-def _evaluation_text(report: dict[str, Any]) -> str:
-    slots = " ".join(f"{share:.2f}" for share in report["per_slot_acceptance"][1:])
-    speed = report.get("speedup_vs_autoregressive")
-    return "\n".join(
-        [
-            f"acceptance length {report['tau_trained']:.2f} (mean of {report['prompts']} prompts), "
-            f"{report['tau_pooled']:.2f} pooled",
-            f"accepted up to slot 1, 2, ...: {slots}",
-            f"lossless ({report['dtype']}): {'yes' if report['lossless'] else 'NO'}",
-            *([f"speed against plain decoding: {speed:.2f}x"] if speed else []),
-        ]
-    )
-
-
-def _demo_text(report: dict[str, Any], run_dir: Path) -> str:
-    return "\n".join(
-        [
-            "",
-            f"untrained acceptance length {report['tau_untrained']:.2f}",
-            _evaluation_text(report),
-            f"{report['train_steps']} steps, {report['wall_s']:.0f} s, {report['peak_rss_gib']:.1f} GiB",
-            f"report   {run_dir / 'report.json'}",
-            f"drafter  {run_dir / 'drafter'}",
-            f"export   {report['export_dir']}",
-            f"events   {run_dir / 'events.jsonl'}",
-        ]
-    )
+    except RecursionError:
+        raise UserError(f"--template-arg {key} must be a plain value, got {raw[:20]}..., nested too deeply.") from None
 
 
 def main() -> None:
@@ -393,6 +377,8 @@ def main() -> None:
     except OSError as error:  # a full or broken disk, a folder without permission
         bad_input = isinstance(error, FileExistsError | IsADirectoryError | NotADirectoryError)
         _fail(f"{error.strerror or error}: {error.filename}" if error.filename else error, 2 if bad_input else 1)
+    except KeyboardInterrupt:  # before typer looks out for it, or after
+        _fail("interrupted", 130)
     except SystemExit as end:
         if end.code == 130:  # typer's answer to Ctrl-C
             _fail("interrupted", 130)

@@ -4,6 +4,7 @@ Unknown keys are errors, never ignored. This module stays free of torch so that 
 """
 
 import difflib
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,7 +17,10 @@ from paceline.records import UserError
 
 DType = Literal["float32", "bfloat16"]
 Decay = Annotated[float, Field(ge=0, lt=1)]
-Weight = Annotated[float, Field(gt=0, le=1000)]
+Weight = Annotated[float, Field(ge=1e-6, le=1000)]
+Whole = Annotated[int, Field(lt=2**31)]
+Count = Annotated[Whole, Field(ge=1)]
+Tokens = Annotated[int, Field(ge=1, le=2**24)]  # of what arrays are made for
 
 
 def default_taps(num_target_layers: int, num_taps: int) -> tuple[int, ...]:
@@ -59,14 +63,14 @@ class TargetSettings(Section):
 class DrafterSettings(Section):
     """The trained block-diffusion model."""
 
-    block_size: int = Field(16, ge=2, description="tokens in a block: the anchor and block_size - 1 drafted ones")
-    layers: int = Field(5, ge=1, description="decoder layers of the drafter")
-    taps: tuple[int, ...] = Field(min_length=1, description="target layers (0-based) whose outputs the drafter reads")
-    mask_token_id: int = Field(ge=0, description="a row of the target's embedding that never occurs in the data")
-    heads: int = Field(ge=1, description="attention heads")
-    kv_heads: int = Field(ge=1, description="key/value heads; divides heads")
-    head_dim: int = Field(ge=2, description="width of a head; even, for the rotary embedding")
-    intermediate_size: int = Field(ge=1, description="width of the MLP")
+    block_size: int = Field(16, ge=2, le=4096, description="tokens in a block: anchor and block_size - 1 drafted ones")
+    layers: Count = Field(5, description="decoder layers of the drafter")
+    taps: tuple[Whole, ...] = Field(min_length=1, description="target layers (0-based) whose outputs the drafter reads")
+    mask_token_id: Whole = Field(ge=0, description="a row of the target's embedding that never occurs in the data")
+    heads: Count = Field(description="attention heads")
+    kv_heads: Count = Field(description="key/value heads; divides heads")
+    head_dim: int = Field(ge=2, le=2**16, description="width of a head; even, for the rotary embedding")
+    intermediate_size: Count = Field(description="width of the MLP")
     rope_theta: float = Field(gt=0, description="rotary base; the target's")
     rms_norm_eps: float = Field(1e-6, gt=0, description="epsilon of every RMSNorm")
 
@@ -85,28 +89,26 @@ class DataSettings(Section):
     """Where the tokenized completions lie and how they are batched for the target."""
 
     dataset: str | tuple[str, ...] = Field(description="dataset folder that `paceline prepare` wrote, or several")
-    weights: tuple[Weight, ...] | None = Field(
-        None, min_length=1, description="passes over each dataset in an epoch, such as [1, 0.5]; null: 1 each"
-    )
-    max_length: int = Field(4096, ge=2, description="tokens a sample may have; `prepare --settings` and train hold it")
+    weights: tuple[Weight, ...] | None = Field(None, min_length=1, description="passes over each dataset; null: 1 each")
+    max_length: Whole = Field(4096, ge=2, description="tokens a sample may have, in train and `prepare --settings`")
     on_long: Literal["refuse", "truncate"] = Field(
         "refuse", description="what `prepare --settings` does with longer samples: quarantine or cut"
     )
     layout: Literal["bucketed", "trimmed", "packed"] = Field(
         "trimmed", description="rows padded to their bucket's edge, trimmed to the longest, or packed end to end in one"
     )
-    buckets: int = Field(6, ge=1, description="length buckets; edges are chosen to waste least padding; not for packed")
-    edges: tuple[int, ...] | None = Field(
+    buckets: Count = Field(6, description="length buckets; edges are chosen to waste least padding; not for packed")
+    edges: tuple[Whole, ...] | None = Field(
         None, min_length=1, description="hand-written upper edges (inclusive), instead of buckets; not for packed"
     )
-    align: int = Field(64, ge=1, description="bucket edges are multiples of this many tokens; not for packed")
-    token_budget: int = Field(32768, ge=1, description="padded tokens a batch may hold; packed: its row's tokens")
-    min_batch: int = Field(1, ge=1, description="samples a batch holds at least, whatever the budget; not for packed")
-    max_batch: int = Field(64, ge=1, description="samples a batch holds at most; not for packed")
+    align: Tokens = Field(64, description="bucket edges are multiples of this many tokens; not for packed")
+    token_budget: Tokens = Field(32768, description="padded tokens a batch may hold; packed: its row's tokens")
+    min_batch: Count = Field(1, description="samples a batch holds at least, whatever the budget; not for packed")
+    max_batch: Count = Field(64, description="samples a batch holds at most; not for packed")
     reshuffle: Literal["samples", "batches"] = Field(
         "samples", description="drawn anew each epoch: who is in a batch (samples), or only the order of batches"
     )
-    prefetch: int = Field(8, ge=1, description="micro-batches that are built ahead")
+    prefetch: Count = Field(8, description="micro-batches that are built ahead")
 
     @property
     def folders(self) -> tuple[str, ...]:
@@ -118,9 +120,9 @@ class DataSettings(Section):
     def _folder_or_list(cls, value: Any) -> Any:
         """One message, where pydantic would tell about both kinds."""
         items = value if isinstance(value, list | tuple) else [value]
-        if not items or not all(isinstance(item, str) for item in items):
+        if not items or not all(isinstance(item, str) and "\0" not in item for item in items):
             raise PydanticCustomError("folders", "must be a folder or a list of folders, numbers in quotes")
-        if len(set(items)) < len(items):
+        if len({os.path.realpath(item) for item in items}) < len(items):  # a/ is a
             raise PydanticCustomError("folders", "must name each folder once; data.weights takes one more often")
         return value
 
@@ -145,12 +147,12 @@ class DataSettings(Section):
 class TrainSettings(Section):
     """The one shape of a micro-batch, the optimizer and the schedule."""
 
-    epochs: int = Field(6, ge=1, description="passes over the dataset")
-    max_steps: int | None = Field(None, ge=1, description="stop after this many optimizer steps; null: all epochs")
-    context_slots: int = Field(8192, ge=1, description="C: context tokens in a micro-batch, samples laid end to end")
-    anchor_slots: int = Field(1024, ge=1, description="A: blocks in a micro-batch")
-    anchors_per_sample: int = Field(512, ge=1, description="blocks drawn from a sample and epoch, at most")
-    batches_per_step: int = Field(1, ge=1, description="plan batches that make one optimizer step")
+    epochs: int = Field(6, ge=1, le=10**6, description="passes over the dataset")
+    max_steps: Count | None = Field(None, description="stop after this many optimizer steps; null: all epochs")
+    context_slots: Tokens = Field(8192, description="C: context tokens in a micro-batch, samples laid end to end")
+    anchor_slots: Tokens = Field(1024, description="A: blocks in a micro-batch")
+    anchors_per_sample: Count = Field(512, description="blocks drawn from a sample and epoch, at most")
+    batches_per_step: Count = Field(1, description="plan batches that make one optimizer step")
     optimizer: Literal["adamw", "muon"] = Field(
         "adamw", description="adamw, or muon for matrices with adamw for norms (fewer steps, each dearer)"
     )
@@ -162,9 +164,9 @@ class TrainSettings(Section):
     clip: float = Field(1.0, gt=0, description="largest gradient norm")
     gamma: float | None = Field(None, gt=0, description="decay of slot weights, exp(-(k-1)/gamma); null: by block_size")
     dtype: DType = Field("bfloat16", description="number format of the drafter's matrix products; weights are float32")
-    logits_mib: int = Field(256, ge=1, description="largest buffer of logits, in MiB")
+    logits_mib: Count = Field(256, description="largest buffer of logits, in MiB")
     seed: int = Field(0, ge=0, lt=2**63, description="seed of initial weights, order and anchors")
-    log_every: int = Field(10, ge=1, description="optimizer steps between two progress events")
+    log_every: Count = Field(10, description="optimizer steps between two progress events")
 
     @model_validator(mode="after")
     def _check(self) -> "TrainSettings":
@@ -180,8 +182,8 @@ class PipelineSettings(Section):
 
     targets: tuple[str, ...] = Field(("cpu",), min_length=1, description="one device a target replica")
     drafters: tuple[str, ...] = Field(("cpu",), min_length=1, max_length=1, description="the drafter's device")
-    target_threads: int = Field(1, ge=1, description="CPU threads of each target replica's matrix products")
-    drafter_threads: int = Field(1, ge=1, description="CPU threads of the drafter's matrix products")
+    target_threads: Count = Field(1, description="CPU threads of each target replica's matrix products")
+    drafter_threads: Count = Field(1, description="CPU threads of the drafter's matrix products")
     credit_gib: float = Field(2.0, gt=0, le=2**20, description="features that may wait for the drafter, in GiB")
     ready_timeout_s: float = Field(600.0, gt=0, le=1e6, description="longest start-up of a role, in seconds")
     feature_cache: Literal["off", "memory", "disk"] = Field(

@@ -2,6 +2,7 @@
 
 import pickle
 from collections.abc import Callable
+from datetime import datetime
 from typing import Any
 
 import numpy as np
@@ -339,8 +340,17 @@ def test_options_with_markers(make_tokenizer: Callable[..., Any], options: ChatO
     assert supervised_runs(tokenizer, ids, mask) == runs
 
 
-@pytest.mark.parametrize("template", [CHATML, MARKED, THINKING])
-@pytest.mark.parametrize("options", [ChatOptions(), ChatOptions(turns="last"), NO_THINKING])
+@pytest.mark.parametrize(
+    ("template", "options"),
+    [
+        *[
+            (template, turns)
+            for template in (CHATML, MARKED, THINKING)
+            for turns in (ChatOptions(), ChatOptions("last"))
+        ],
+        (THINKING, NO_THINKING),
+    ],
+)
 def test_preformatted_text_gives_what_messages_give(
     make_tokenizer: Callable[..., Any], template: str, options: ChatOptions
 ) -> None:
@@ -387,6 +397,18 @@ def test_preformatted_text_that_the_template_cannot_explain(make_tokenizer: Call
         ChatEncoder(make_tokenizer(None)).preformatted("x")
 
 
+def test_an_answer_among_all_private_characters_cannot_be_located(make_tokenizer: Callable[..., Any]) -> None:
+    every = "".join(map(chr, range(0xE000, 0xF900)))
+    talk = [user(every), answer("a"), user("r"), answer("b")]
+    for left_out in (0, 1):
+        talk[0] = user(every[left_out:])
+        with pytest.raises(BadRow, match="hold all characters of Unicode's private use area") as error:
+            ChatEncoder(make_tokenizer(THINKING)).encode(talk)
+        assert error.value.reason == "no free character"
+    talk[0] = user(every[2:])
+    assert ChatEncoder(make_tokenizer(THINKING)).encode(talk)
+
+
 def test_a_bad_text_does_not_spoil_the_batch_and_limits_of_the_tokenizer_do_not_count(tokenizer: Any) -> None:
     encoder = ChatEncoder(tokenizer)
     good = encoder.render(TALK)
@@ -398,11 +420,11 @@ def test_a_bad_text_does_not_spoil_the_batch_and_limits_of_the_tokenizer_do_not_
 
 
 def test_a_copy_in_another_process_says_the_same(make_tokenizer: Callable[..., Any]) -> None:
-    options = ChatOptions("last", True, {"enable_thinking": False, "a": "x"})
+    options = ChatOptions("last", True, {"enable_thinking": False, "asked": "x"})
     encoder = ChatEncoder(make_tokenizer(THINKING), options)
     copy = pickle.loads(pickle.dumps(encoder))
     assert copy.mask_rule == encoder.mask_rule
-    assert copy.mask_rule == "turn prefixes; last turn only; reasoning masked; a='x'; enable_thinking=False"
+    assert copy.mask_rule == "turn prefixes; last turn only; reasoning masked; asked='x'; enable_thinking=False"
     for got, want in zip(copy.encode(TALK), encoder.encode(TALK), strict=True):
         assert got.tolist() == want.tolist()
 
@@ -412,6 +434,15 @@ def test_arguments_that_paceline_sets(tokenizer: Any) -> None:
         ChatEncoder(tokenizer, ChatOptions(template_args={"tools": []}))
 
 
+def test_arguments_that_the_template_does_not_know(make_tokenizer: Callable[..., Any]) -> None:
+    typo = ChatOptions(template_args={"enable_thinking": False, "enable_thinkin": False})
+    for template in (THINKING, CHATML, None):
+        with pytest.raises(UserError, match=r"never mentions enable_thinkin.* Correct its name or leave it out\."):
+            ChatEncoder(make_tokenizer(template), typo)
+    both = make_tokenizer({"default": CHATML, "tool_use": THINKING})
+    assert ChatEncoder(both, NO_THINKING).encode(TALK)
+
+
 def test_prompt_ids_with_tools_and_arguments(make_tokenizer: Callable[..., Any]) -> None:
     tokenizer = make_tokenizer(THINKING)
     ids = prompt_ids(tokenizer, [user("q")], [{"name": "f"}], {"enable_thinking": False})
@@ -419,3 +450,29 @@ def test_prompt_ids_with_tools_and_arguments(make_tokenizer: Callable[..., Any])
         '<|im_start|>tools\n[{"name": "f"}]<|im_end|>\n<|im_start|>user\nq<|im_end|>\n'
         "<|im_start|>assistant\n<think>\n\n</think>\n\n"
     )
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_the_day_does_not_matter(make_tokenizer: Callable[..., Any], marked: bool) -> None:
+    """As Llama 3.x writes today's date, unless it is given one."""
+    base = MARKED if marked else CHATML
+    head = "\n  {% macro day(how) %}{{ strftime_now(how) }}{% endmacro %}"
+    head += "{% if strftime_now is defined %}{{ '<|im_start|>system\n' + (date_string or day('%d %b %Y, %H:%M')) }}"
+    dated, plain = make_tokenizer(head + "{% endif %}{{ '<|im_end|>\n' }}" + base), make_tokenizer(base)
+    talk, answered = [user("1 + 1?")], [user("1 + 1?"), answer("2")]
+    given = ChatOptions(template_args={"date_string": "x"})
+    for options, shown in ((ChatOptions(), "01 Jan 2025, 00:00"), (given, "x")):
+        start = f"\n<|im_start|>system\n{shown}<|im_end|>\n"
+        asked = prompt_ids(dated, talk, template_args=options.template_args)
+        assert dated.decode(asked) == start + plain.decode(prompt_ids(plain, talk))
+        ids, mask = ChatEncoder(dated, options).encode(answered)
+        assert dated.decode(ids) == start + plain.decode(ChatEncoder(plain).encode(answered)[0])
+        assert supervised_runs(dated, ids, mask) == ["2<|im_end|>"]
+    with pytest.raises(UserError, match="got strftime_now"):
+        ChatEncoder(dated, ChatOptions(template_args={"strftime_now": "x"}))
+
+
+@pytest.mark.parametrize("how", ["%d %b %Y", "%Y-%m-%d", "%A, %B %-d, %Y", "%H:%M:%S %p", "%%d 5%%", "%j"])
+def test_the_day_is_written_as_asked_for(make_tokenizer: Callable[..., Any], how: str) -> None:
+    tokenizer = make_tokenizer(f"{{{{ strftime_now({how!r}) }}}}")
+    assert tokenizer.decode(prompt_ids(tokenizer, [user("x")])) == datetime(2025, 1, 1).strftime(how)

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import pickle
 import re
 import subprocess
@@ -121,7 +122,9 @@ def test_equal_hashes_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_prompts_without_words_are_counted_and_never_found() -> None:
     found = made_of(["?!", words(13), " ∑ "])
-    assert (found.prompts, found.wordless) == (1, 2)
+    assert found.counts == {"compared": 1, "wordless": 2}
+    assert found.counted == "Rows are compared with 1 of 3 evaluation prompts; 2 without words are left out."
+    assert made_of([words(13)]).counted == "Rows are compared with 1 of 1 evaluation prompts."
     assert found.find("?!") is None
     assert found.find("") is None
     assert made_of([]).find(words(20)) is None
@@ -192,6 +195,7 @@ def test_sets_are_read_in_order(tmp_path: Path) -> None:
         ([{"text": "x"}, [1]], "set.jsonl:2 must be a JSON object with a prompt, found list"),
         ([{"text": "x"}, "", {"answer": 1}], "set.jsonl:3 must have one of the keys .*found answer"),
         ([{}], r"found \(none\)"),
+        ([{"prompt": None, "id": 3}], "set.jsonl:1: prompt must hold a prompt, but its value is null"),
         ([{"prompt": 3}], "set.jsonl:1: prompt must be a text, .*found 3"),
         ([{"messages": [{"role": "assistant", "content": "x"}]}], "messages must be"),
         ([{"messages": [{"role": "user", "content": None}]}], "messages must be"),
@@ -208,6 +212,9 @@ def test_unreadable_sets(tmp_path: Path) -> None:
         read_eval_sets([tmp_path / "gone.jsonl"])
     with pytest.raises(UserError, match=re.escape("must end in .jsonl or .jsonl.gz")):
         read_eval_sets([tmp_path / "set.csv"])
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(UserError, match=r"Evaluation set .*pipe\.jsonl must be a regular file"):
+        read_eval_sets([tmp_path / "pipe.jsonl"])
     (tmp_path / "latin.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xe9"}\n')
     with pytest.raises(UserError, match="latin.jsonl:2 is not UTF-8 \\(byte 0xe9\\)"):
         read_eval_sets([tmp_path / "latin.jsonl"])

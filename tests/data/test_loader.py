@@ -335,3 +335,41 @@ def test_an_id_that_the_dataset_has_not_is_told_with_its_row(
         list(micro_batches(Mixture([good, bad]), DATA, train(), BLOCK))
     only = [batch.samples for batch in micro_batches(Mixture([good, make_dataset([([5], 1)], "c")]), DATA, train(), 4)]
     assert only, "an id that only one of the datasets has is none too many"
+
+
+def test_an_id_that_only_another_dataset_of_the_micro_batch_has_is_told(
+    make_dataset: Callable[..., CompletionDataset],
+) -> None:
+    large, small = make_dataset([([5, 99, 7], 1)] * 4), make_dataset([([5, 6, 7], 1), ([5, 60, 7], 1)], "small")
+    small.manifest = replace(small.manifest, largest_id=50)
+    with pytest.raises(RunError, match=r"small lie in 0\.\.50 .* row 1 of .*small holds 60:"):
+        list(micro_batches(Mixture([large, small]), DATA, train(), BLOCK))
+
+
+def test_rows_of_datasets_with_unequal_vocabularies_are_read_once(
+    make_dataset: Callable[..., CompletionDataset], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mixture = Mixture([make_dataset([([5, 99, 7], 1)] * 9), make_dataset([([5, 6, 7], 1)] * 9, "small")])
+    read: list[int] = []
+    row = Mixture.row
+    monkeypatch.setattr(Mixture, "row", lambda self, index: read.append(index) or row(self, index))
+    made = list(micro_batches(mixture, DATA, train(epochs=1), BLOCK))
+    assert any({*batch.samples} & {*range(9)} and {*batch.samples} & {*range(9, 18)} for batch in made)
+    assert sorted(read) == list(range(18))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_completions_of_one_prompt_stay_whole_and_apart(
+    make_dataset: Callable[..., CompletionDataset], layout: str
+) -> None:
+    """Samples that begin alike are samples like others: each has its tokens once, behind one another."""
+    rng = np.random.default_rng(6)
+    prompt = rng.integers(10, 99, 12).tolist()
+    rows = [(prompt + rng.integers(10, 99, rng.integers(3, 20)).tolist(), 12) for _ in range(20)]
+    seen = []
+    for batch in micro_batches(Mixture([make_dataset(rows)]), LAYOUTS[layout], train(epochs=1), BLOCK):
+        flat = batch.input_ids.flatten()[batch.places_T]
+        parts = torch.split(flat, list(batch.lengths))
+        assert [part.tolist() for part in parts] == [rows[row][0] for row in batch.samples]
+        seen += batch.samples
+    assert sorted(seen) == list(range(20))

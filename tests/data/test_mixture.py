@@ -5,7 +5,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from fractions import Fraction
-from itertools import count, islice
+from itertools import combinations, count, islice
 from math import floor
 
 import numpy as np
@@ -73,7 +73,6 @@ def test_one_dataset_is_planned_as_if_there_were_no_mixture(make_dataset: Make, 
     data = DATA.model_copy(update={"layout": layout})
     dataset = make_dataset(rows_of(60))
     mixture = Mixture([dataset])
-    assert mixture.lengths is dataset.lengths
     for epoch in (0, 2):
         made, held = plan_epoch(mixture, data, seed=5, epoch=epoch, edges=mixture.edges(data))
         want = plan(dataset.lengths, data, seed=5, epoch=epoch)
@@ -116,6 +115,30 @@ def test_edges_are_the_best_for_the_rows_at_their_weights(make_dataset: Make) ->
     for weights, times in (((1.0, 1.0), (1, 1)), ((0.1, 2.5), (1, 25)), ((3.0, 1.0), (3, 1))):
         lengths = np.concatenate([np.repeat(short.lengths, times[0]), np.repeat(long.lengths, times[1])])
         assert Mixture([short, long], weights).edges(data) == optimal_edges(np.bincount(lengths), 2, 1)
+
+
+@pytest.mark.parametrize(
+    "weights", [(1 / 3, 1.0), (0.33333333333, 1.0), (0.7071067811865476, 0.1), (1e-9, 0.123456789012345), (0.1, 0.2)]
+)
+def test_edges_are_the_best_whatever_decimals_weights_have(make_dataset: Make, weights: tuple[float, float]) -> None:
+    datasets = [make_dataset(rows_of(300, longest, seed=3), f"d{longest}") for longest in (30, 90)]
+    edges = Mixture(datasets, weights).edges(DATA)
+
+    def padded(choice: tuple[int, ...]) -> Fraction:
+        rows = ((length, Fraction(w)) for d, w in zip(datasets, weights, strict=True) for length in d.lengths.tolist())
+        return sum((min(edge for edge in choice if edge >= length) * weight for length, weight in rows), Fraction(0))
+
+    possible = range(8, 97, 8)
+    longest = max(int(d.lengths.max()) for d in datasets)
+    choices = [c for k in (1, 2, 3) for c in combinations(possible, k) if c[-1] >= longest]
+    assert float(padded(edges)) == pytest.approx(float(min(map(padded, choices))), rel=1e-12)
+
+
+def test_a_single_dataset_has_the_edges_of_its_rows_whatever_its_weight(make_dataset: Make) -> None:
+    dataset = make_dataset(rows_of(60))
+    want = optimal_edges(np.bincount(dataset.lengths), DATA.buckets, DATA.align)
+    for weight in (1.0, 3.0, 0.1234567890123456):
+        assert Mixture([dataset], [weight]).edges(DATA) == want
 
 
 def test_what_cannot_be_is_refused(make_dataset: Make) -> None:

@@ -198,15 +198,6 @@ def test_equal_words_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shuffled(1000, 0, 0, 0).tolist() == want
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_samples_with_a_common_prefix_stay_whole_and_apart(layout: str) -> None:
-    """Several completions of a prompt are samples like others: a plan knows their lengths alone."""
-    lengths = np.repeat([120, 130, 125], 8)
-    made = plan(lengths, settings(layout=layout, token_budget=520), seed=1, epoch=0)
-    assert sorted(made.rows_N.tolist()) == list(range(24))
-    assert all(sum(lengths[list(one)]) <= 520 for one in batches(made))
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -269,6 +260,9 @@ def test_row_beyond_the_last_edge_is_refused() -> None:
 def test_other_bad_input_is_refused() -> None:
     with pytest.raises(UserError, match="has no rows"):
         plan(np.array([], dtype=np.int64), settings(), seed=0, epoch=0)
+    for layout in LAYOUTS:
+        with pytest.raises(UserError, match=r"must hold tokens, got none in row 1 \(data\.dataset\)"):
+            plan(np.array([4, 0, 3]), settings(layout=layout), seed=0, epoch=0)
     with pytest.raises(UserError, match="from 1 up, got 0"):
         plan(np.array([4]), settings(edges=(0, 8)), seed=0, epoch=0)
 

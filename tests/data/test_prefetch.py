@@ -116,6 +116,22 @@ def test_closing_wakes_a_reader_who_waits_for_an_item() -> None:
     assert not closer.is_alive()
 
 
+def test_what_was_being_built_at_the_close_is_not_handed_out() -> None:
+    source = Source()
+    source.go.clear()
+    stream = Prefetch(iter(source), 2)
+    reader = threading.Thread(target=lambda: next(stream, None))
+    reader.start()
+    assert source.building.wait(10)
+    closer = threading.Thread(target=stream.close)
+    closer.start()
+    reader.join(10)
+    source.go.set()
+    closer.join(10)
+    assert next(stream, None) is None
+    assert not running()
+
+
 def test_several_readers_share_one_stream() -> None:
     stream = Prefetch(iter(Source(300)), 4)
     got: list[list[int]] = [[], [], []]

@@ -1,6 +1,8 @@
 """`paceline prepare` killed and run again gives what it gives unkilled; its processes do not outlive it."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -10,14 +12,16 @@ import numpy as np
 import psutil
 import pytest
 
+from paceline.recipes.prepare import prepare_dataset
+
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """16 MB of ids, which make four pieces."""
+    """12 MB of ids, which make three pieces."""
     rng = np.random.default_rng(0)
     path = tmp_path / "rows.jsonl"
     with path.open("w") as file:
-        while file.tell() < 16 << 20:
+        while file.tell() < 12 << 20:
             ids = rng.integers(4, 128, 400).tolist()
             file.write(json.dumps({"prompt_ids": ids[:20], "completion_ids": ids[20:]}) + "\n")
         file.write("[1]\n")
@@ -27,18 +31,26 @@ def source(tmp_path: Path) -> Path:
 def start(source: Path, out: Path, target: Path) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "paceline", "prepare", source, "--out", out, "--target", target, "--json"]
     return subprocess.Popen(
-        [*map(str, command), "--workers", "2"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*map(str, command), "--workers", "2"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
+
+
+def wait_for(process: subprocess.Popen[str], folder: Path, pattern: str) -> None:
+    until = time.monotonic() + 120
+    while not list(folder.glob(pattern)):
+        assert time.monotonic() < until
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
 
 
 def test_sigkill(source: Path, tmp_path: Path, tiny_folder: Path) -> None:
     killed = start(source, tmp_path / "killed", tiny_folder)
     workshop = tmp_path / "killed.partial"
-    until = time.monotonic() + 120
-    while not list(workshop.glob("*.json")):
-        assert time.monotonic() < until
-        assert killed.poll() is None, killed.communicate()
-        time.sleep(0.01)
+    wait_for(killed, workshop, "*.json")
     children = psutil.Process(killed.pid).children(recursive=True)
     killed.kill()
     killed.communicate()
@@ -47,15 +59,26 @@ def test_sigkill(source: Path, tmp_path: Path, tiny_folder: Path) -> None:
     assert alive == []
     finished = {path.name: path.stat().st_mtime_ns for path in workshop.glob("*.json")}
 
-    again = start(source, tmp_path / "killed", tiny_folder)
-    out, err = again.communicate(timeout=120)
-    assert again.returncode == 0, err
-    assert f"holds {len(finished)} of 4 pieces" in json.loads(out)["notes"][0]
-    whole = start(source, tmp_path / "whole", tiny_folder)
-    whole.communicate(timeout=120)
+    again, _ = (
+        prepare_dataset([source], tmp_path / name, target=str(tiny_folder), revision=None, max_length=4096)
+        for name in ("killed", "whole")
+    )
+    assert f"holds {len(finished)} of 3 pieces" in again["notes"][0]
     names = sorted(path.name for path in (tmp_path / "whole").iterdir())
-    assert sum(name.endswith(".arrow") for name in names) == 4
+    assert sum(name.endswith(".arrow") for name in names) == 3
     assert sorted(path.name for path in (tmp_path / "killed").iterdir()) == names
     for name in names:
         assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     assert not workshop.exists()
+
+
+@pytest.mark.parametrize("seconds", [0.1, 0.6])
+def test_ctrl_c_while_processes_start(source: Path, tmp_path: Path, tiny_folder: Path, seconds: float) -> None:
+    """A terminal sends it to all of them; those that are still importing must not answer with tracebacks."""
+    stopped = start(source, tmp_path / "out", tiny_folder)
+    wait_for(stopped, tmp_path / "out.partial", ".lock")
+    time.sleep(seconds)
+    os.killpg(stopped.pid, signal.SIGINT)
+    out, err = stopped.communicate(timeout=60)
+    assert (stopped.returncode, out, err) == (130, "", "error: interrupted\n")
+    assert not (tmp_path / "out").exists()

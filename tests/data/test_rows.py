@@ -1,6 +1,7 @@
 """Every row ends as a sample or refused with a reason."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.data.chat import ChatEncoder
+from paceline.data.chat import BadRow, ChatEncoder, prompt_ids
 from paceline.data.exclude import read_eval_sets
+from paceline.data.pieces import _entry
 from paceline.data.rows import Refused, RowLimits, Sample, encode_rows
 
 LIMITS = RowLimits(max_length=40, on_long="refuse", mask_token_id=2, vocab_size=300)
@@ -53,12 +55,21 @@ def test_every_form_of_a_conversation_gives_the_same(tokenizer: Any) -> None:
         assert end.loss_mask.tolist() == ends[0].loss_mask.tolist()
 
 
+@pytest.mark.parametrize("row", [PAIR, TEXT, IDS, MASKED, SHARE_GPT])
+def test_a_key_without_a_value_is_none(tokenizer: Any, row: dict[str, Any]) -> None:
+    """As files have it that were made of rows of several forms."""
+    everything = dict.fromkeys([*IDS, *MASKED, *TALK, *SHARE_GPT, *PAIR, *TEXT])
+    alone, among = encode(tokenizer, row, {**everything, **row})
+    assert kept(among).input_ids.tolist() == kept(alone).input_ids.tolist()
+
+
 BAD = [
     ("{not json", "not JSON"),
     ("", "not JSON"),
     ("[1, 2]", "not an object"),
     ('{"x": "x"}', "unknown form"),
     ('{"text": ""}', "malformed text"),
+    ('{"messages": null}', "malformed messages"),
     ('{"messages": [{"role": "user", "content": "x"}], "tools": "{"}', "malformed tools"),
     ('{"prompt": "x", "completion": ""}', "empty completion"),
     ('{"prompt": "x", "completion": null}', "malformed messages"),
@@ -72,6 +83,8 @@ BAD = [
     ('{"input_ids": [4, 5, 6], "loss_mask": [0, 1]}', "malformed mask"),
     ('{"input_ids": [4, 5, 6], "loss_mask": [0, 1, 2]}', "malformed mask"),
     ('{"input_ids": [4, 5, 6], "loss_mask": "011"}', "malformed mask"),
+    ('{"input_ids": [4, 5, 6], "loss_mask": [1, [0], 1]}', "malformed mask"),
+    ('{"input_ids": [4, 5, 6], "loss_mask": []}', "malformed mask"),
     ('{"input_ids": [4, 5, 6], "loss_mask": [0, 0, 0]}', "no two supervised tokens"),
     ('{"prompt_ids": [4], "completion_ids": [4]}', "no two supervised tokens"),
     ('{"prompt_ids": [4, 2], "completion_ids": [4, 5]}', "contains the mask token"),
@@ -88,6 +101,67 @@ def test_bad_rows_are_refused_with_reason_and_line(tokenizer: Any) -> None:
     assert all(end.detail.endswith(".") for end in refused)
     assert refused[0].row == "{not json"
     assert refused[2].row == [1, 2]
+
+
+DEEP = [700, 800, 860, 920, 960, 990]
+
+
+@pytest.mark.parametrize("depth", DEEP)
+@pytest.mark.parametrize("where", ["tools", "arguments", "messages", "beside ids"])
+def test_nesting_that_nobody_can_walk_through_is_refused(
+    make_tokenizer: Callable[..., Any], tmp_path: Path, where: str, depth: int
+) -> None:
+    nested = "[" * depth + "]" * depth
+    call = f'{{"function": {{"name": "f", "arguments": {{"a": {nested}}}}}}}'
+    asked = json.dumps({"role": "user", "content": "q"})
+    line = {
+        "tools": f'{{"tools": [{{"a": {nested}}}], {json.dumps(PAIR)[1:]}',
+        "arguments": f'{{"messages": [{asked}, {{"role": "assistant", "tool_calls": [{call}]}}]}}',
+        "messages": f'{{"messages": {nested}}}',
+        "beside ids": f'{{"messages": [{nested}], {json.dumps(IDS)[1:]}',
+    }[where]
+    template = (
+        "{{ (tools or '') | tojson }}{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}"
+        "{{ (m['tool_calls'] or '') | tojson }}{{ '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    (tmp_path / "eval.jsonl").write_text('{"prompt": "no such words"}\n')
+    exclude = read_eval_sets([tmp_path / "eval.jsonl"])
+    limits = RowLimits(max_length=9000, on_long="refuse", mask_token_id=None, vocab_size=400)
+    good = json.dumps(PAIR).encode()
+    chat = ChatEncoder(make_tokenizer(template))
+    (bad, kept_one) = encode_rows([(1, line.encode()), (2, good)], chat, limits, exclude)
+    assert isinstance(kept_one, Sample)
+    if isinstance(bad, Refused):
+        assert bad.reason in {"nested too deeply", "not JSON", "malformed messages", "no end-of-turn token"}
+        assert _entry("a.jsonl", bad).startswith('{"file": "a.jsonl", "line": 1, ')
+    else:
+        assert depth < 960 or where == "beside ids"
+
+
+def deeper_than_any_stack() -> list[Any]:
+    deep: list[Any] = []
+    for _ in range(5000):
+        deep = [deep]
+    return deep
+
+
+def test_objects_of_any_depth(tokenizer: Any, make_tokenizer: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "eval.jsonl").write_text('{"prompt": "no such words"}\n')
+    exclude = read_eval_sets([tmp_path / "eval.jsonl"])
+    deep = deeper_than_any_stack()
+    refused, ids = encode(tokenizer, {"messages": [deep]}, {"messages": [deep], **IDS}, exclude=exclude)
+    assert isinstance(refused, Refused)
+    assert refused.reason == "nested too deeply"
+    assert isinstance(ids, Sample)
+    with pytest.raises(BadRow, match="too deeply for the chat template"):
+        prompt_ids(make_tokenizer("{{ tools | tojson }}"), TALK["messages"][:1], [{"name": deep}])
+
+
+def test_what_cannot_be_written_as_json_is_quarantined_as_its_line() -> None:
+    deep = deeper_than_any_stack()
+    entry = json.loads(_entry("a.jsonl", Refused(1, "nested too deeply", "It is.", deep, None, "[[...]]")))
+    assert entry["row"] == "[[...]]"
 
 
 def test_a_line_that_is_not_utf8_is_refused_and_its_bytes_are_shown(tokenizer: Any) -> None:
@@ -140,3 +214,35 @@ def test_rows_that_hold_an_evaluation_prompt_are_left_out(tokenizer: Any, tmp_pa
     assert isinstance(ends[0], Refused)
     assert ends[0].reason == "contains an evaluation prompt"
     assert "eval.jsonl:1" in ends[0].detail
+
+
+@pytest.mark.parametrize(
+    ("row", "found"),
+    [
+        (PAIR, True),
+        ({**PAIR, "prompt": "so what is it?"}, False),
+        ({**PAIR, "system": "be brief"}, True),
+        ({**PAIR, "system": "What is it?", "prompt": "x"}, True),
+        ({"messages": [{"role": "user", "content": "hi"}, *TALK["messages"]]}, True),
+        ({"messages": [*TALK["messages"], {"role": "user", "content": "bye"}]}, True),
+        ({"text": TEXT["text"].replace("what is it?", "so what is it to you")}, True),
+    ],
+)
+def test_where_evaluation_prompts_are_looked_for(
+    tokenizer: Any, tmp_path: Path, row: dict[str, Any], found: bool
+) -> None:
+    """A short one must be a whole text of the user's or the system's, a longer one be in one."""
+    prompts = ["what is it", "so what is it to you"]
+    (tmp_path / "eval.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts))
+    limits = replace(LIMITS, max_length=400, vocab_size=400)
+    (end,) = encode(tokenizer, row, limits=limits, exclude=read_eval_sets([tmp_path / "eval.jsonl"]))
+    assert isinstance(end, Refused) is found
+
+
+def test_special_tokens_are_no_words_of_a_prompt(tokenizer: Any, tmp_path: Path) -> None:
+    (tmp_path / "eval.jsonl").write_text('{"prompt": "what is it"}\n')
+    ids = tokenizer("<|im_start|>what is it?<|im_end|>")["input_ids"]
+    row = {"prompt_ids": ids, "completion_ids": [5, 6]}
+    limits = replace(LIMITS, vocab_size=400)
+    (end,) = encode(tokenizer, row, limits=limits, exclude=read_eval_sets([tmp_path / "eval.jsonl"]))
+    assert isinstance(end, Refused)

@@ -1,19 +1,25 @@
 """On a CUDA device: the same losses as on the CPU, and lossless decoding in float32."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from paceline.config import RunSettings
+from paceline.config import DataSettings, RunSettings, TrainSettings
+from paceline.data import loader
+from paceline.data.loader import micro_batches
+from paceline.data.mixture import Mixture
+from paceline.data.store import CompletionDataset
 from paceline.decode.generate import generate
 from paceline.decode.speculate import speculate
 from paceline.drafter.model import Drafter
 from paceline.observe.console import Console
 from paceline.recipes.train import train
+from paceline.records import BlockSet, TokenBatch
 from paceline.target.load import TargetFacts, load_ends
 from paceline.target.model import DecodingTarget
 
@@ -25,13 +31,13 @@ def losses(tmp_path: Path, tiny_folder: Path, shape: Any, write_dataset: Callabl
     """Return a function that trains 20 steps on given devices and returns every step's loss."""
     dataset = write_dataset(random_rows)
 
-    def run(name: str, devices: tuple[str, str], dtype: str) -> list[float]:
+    def run(name: str, devices: tuple[str, str], dtype: str, slots: int = 100, **data: Any) -> list[float]:
         tree = {
             "run_dir": str(tmp_path / name),
             "target": {"model": str(tiny_folder), "dtype": dtype},
             "drafter": shape.model_dump(),
-            "data": {"dataset": str(dataset), "token_budget": 120, "align": 8, "buckets": 3},
-            "train": {"max_steps": 20, "context_slots": 100, "anchor_slots": 16, "anchors_per_sample": 4}
+            "data": {"dataset": str(dataset), "token_budget": 120, "align": 8, "buckets": 3} | data,
+            "train": {"max_steps": 20, "context_slots": slots, "anchor_slots": slots // 6, "anchors_per_sample": 4}
             | {"dtype": dtype, "log_every": 1, "lr": 1e-3, "epochs": 20},
             "pipeline": {"targets": [devices[0]], "drafters": [devices[1]]},
         }
@@ -51,6 +57,46 @@ def test_losses_equal_those_of_the_cpu(losses: Any, devices: tuple[str, str]) ->
 def test_bfloat16_losses_are_near(losses: Any) -> None:
     expected = losses("cpu", ("cpu", "cpu"), "float32")
     assert losses("gpu", ("cuda:0", "cuda:0"), "bfloat16") == pytest.approx(expected, rel=0.03)
+
+
+def tensors_of(batch: TokenBatch) -> list[torch.Tensor]:
+    return [batch.input_ids, batch.places_T, *(getattr(batch.blocks, field.name) for field in fields(BlockSet))]
+
+
+@pytest.mark.parametrize("layout", ["trimmed", "packed"])
+def test_micro_batches_are_pinned_where_they_are_asked_to_be(
+    make_dataset: Callable[..., CompletionDataset], random_rows: list, layout: str
+) -> None:
+    data = DataSettings(dataset="d", layout=layout, token_budget=120, align=8)
+    small = TrainSettings(epochs=1, context_slots=100, anchor_slots=16, anchors_per_sample=4)
+    mixture = Mixture([make_dataset(random_rows)])
+    plain, pinned = (list(micro_batches(mixture, data, small, 4, pin=pin)) for pin in (False, True))
+    for one, other in zip(plain, pinned, strict=True):
+        assert not any(tensor.is_pinned() for tensor in tensors_of(one))
+        assert all(tensor.is_pinned() for tensor in tensors_of(other))
+        assert all(torch.equal(a, b) for a, b in zip(tensors_of(one), tensors_of(other), strict=True))
+
+
+def test_pinning_changes_no_loss(losses: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pinned tensors are copied while the host goes on: nothing may reuse them before."""
+    asked: list[bool] = []
+
+    def unpinned(*args: Any, pin: bool, **more: Any) -> Iterator[TokenBatch]:
+        asked.append(pin)
+        return micro_batches(*args, **more)
+
+    pinned = losses("pinned", ("cuda:0", "cuda:0"), "float32")
+    monkeypatch.setattr(loader, "micro_batches", unpinned)
+    assert losses("unpinned", ("cuda:0", "cuda:0"), "float32") == pytest.approx(pinned, rel=1e-4)
+    assert asked == [True], "a run on a device asks for pinned tensors"
+
+
+def test_packed_losses_equal_those_of_the_same_batches_trimmed(losses: Any) -> None:
+    """One batch that holds every sample, so both layouts train on the same rows in every step."""
+    alike = {"slots": 700, "max_batch": 24, "buckets": 1}
+    trimmed = losses("trimmed", ("cuda:0", "cuda:0"), "float32", layout="trimmed", token_budget=2000, **alike)
+    packed = losses("packed", ("cuda:0", "cuda:0"), "float32", layout="packed", token_budget=700, **alike)
+    assert packed == pytest.approx(trimmed, rel=1e-3)
 
 
 def test_speculative_decoding_is_lossless(tiny: TargetFacts, shape: Any) -> None:

@@ -3,7 +3,8 @@
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,14 @@ import torch
 from safetensors.torch import load_file
 
 from paceline.config import RunSettings, dump_settings, load_settings
+from paceline.data.prefetch import Prefetch
 from paceline.drafter.model import Drafter
 from paceline.observe.console import Console
+from paceline.pipeline.channel import OrderedChannel
+from paceline.pipeline.threads import Dispenser
+from paceline.recipes import train as recipe
 from paceline.recipes.train import train
-from paceline.records import RunError, UserError
+from paceline.records import RunError, TokenBatch, UserError
 from paceline.target.model import FeatureTarget
 from paceline.train.step import DrafterStep
 
@@ -121,6 +126,30 @@ def test_a_damaged_row_ends_the_run_with_its_place(settings: Any) -> None:
     assert not [thread.name for thread in threading.enumerate() if thread.name == "prefetch"]
 
 
+def test_an_error_of_the_loader_blames_no_micro_batch(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(batches: Iterator[TokenBatch], *rest: Any, **more: Any) -> Iterator[TokenBatch]:
+        yield from islice(batches, 3)
+        raise RunError("the disk is gone")
+
+    monkeypatch.setattr(recipe, "watched", failing)
+    with pytest.raises(RunError, match=r"target replica 0 on cpu failed while running \(waiting for data\): the disk"):
+        train(settings("gone"), console=Console(json=True))
+
+
+def test_everyone_is_woken_before_the_loader_is_waited_for(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    for owner, method in ((Dispenser, "stop"), (OrderedChannel, "stop"), (Prefetch, "close")):
+        whole = getattr(owner, method)
+
+        def noted(self: Any, whole: Any = whole, name: str = f"{owner.__name__}.{method}") -> None:
+            order.append(name)
+            whole(self)
+
+        monkeypatch.setattr(owner, method, noted)
+    run(settings("order"))
+    assert order[:3] == ["Dispenser.stop", "OrderedChannel.stop", "Prefetch.close"]
+
+
 def test_the_cache_spares_the_target(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     features = FeatureTarget.features
@@ -197,7 +226,8 @@ def test_every_event_carries_the_schema_version(settings: Any) -> None:
     run(tree)
     events = [json.loads(line) for line in (Path(tree.run_dir) / "events.jsonl").read_text().splitlines()]
     assert {event["schema"] for event in events} == {1}
-    assert {event["event"] for event in events} == {"started", "plan", "role", "step", "trained"}
+    assert {event["event"] for event in events} == {"started", "plan", "role", "checksums", "step", "trained"}
+    assert [event["shards"] for event in events if event["event"] == "checksums"] == [1]
     steps = [event for event in events if event["event"] == "step"]
     assert [event["step"] for event in steps] == list(range(20))
 

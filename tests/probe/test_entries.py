@@ -3,6 +3,7 @@
 import importlib
 import inspect
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -116,3 +117,10 @@ def test_the_words_of_a_verdict() -> None:
     assert (result.meaning, result.remedy) == BY_NAME["nccl"].others["hung"]
     own = Finding("degraded", "slow", meaning="It is slow.", remedy="Wait.")
     assert judge(BY_NAME["nccl"], own, 1.0, (2, 13), True).remedy == "Wait."
+
+
+def test_every_probe_is_explained() -> None:
+    text = Path(__file__).parents[2].joinpath("docs", "doctor.md").read_text(encoding="utf-8")
+    explained = {line.split("`")[1] for line in text.splitlines() if line.startswith("| `")}
+    assert {entry.name for entry in ENTRIES if not entry.name.startswith("mode-")} <= explained
+    assert "mode-…" in explained

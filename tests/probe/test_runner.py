@@ -29,6 +29,14 @@ def alive(pid: int) -> bool:
     return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
+def wait_for_end(pid: int) -> None:
+    for _ in range(200):
+        if not alive(pid):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"process {pid} lives")
+
+
 def test_probes_share_a_process_and_get_arguments(bench: Bench) -> None:
     first, second = run(bench, "fine one", "fine two")
     assert (first.verdict, second.verdict) == ("ok", "ok")
@@ -49,12 +57,15 @@ def test_a_crash_is_a_finding_and_the_rest_runs_in_a_new_process(bench: Bench) -
 def test_a_hang_is_ended_with_all_its_processes(bench: Bench) -> None:
     (hang,) = run(bench, "hangs", limit=6.0)
     assert (hang.verdict, hang.observed) == ("hung", "no answer within 6 s")
-    pid = int(Path(bench.scratch, "pid").read_text())
-    for _ in range(200):  # the kernel ends it a little later than the call that asks for it returns
-        if not alive(pid):
-            break
-        time.sleep(0.05)
-    assert not alive(pid)
+    wait_for_end(int(Path(bench.scratch, "pid").read_text()))
+
+
+def test_an_answer_counts_after_its_process_ended(bench: Bench) -> None:
+    findings = run_probes([Call("fakes:fine", LONG)] * 2, bench)
+    first, _ = next(findings)
+    wait_for_end(int(first.observed.split()[1]))
+    second, _ = next(findings)
+    assert second == first
 
 
 def test_noise_is_not_the_answer(bench: Bench) -> None:

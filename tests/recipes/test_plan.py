@@ -90,3 +90,29 @@ def test_a_folder_is_planned_with_the_defaults(write_dataset: Callable[..., Path
     assert settings.layout == report["layout"] == "trimmed"
     want = first_table(open_mixture(settings), settings, seed=0).as_dict()
     assert {key: report[key] for key in want} == want
+
+
+def test_a_dataset_that_an_epoch_passes_over_is_told(run_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two = (str(run_yaml.parent / name) for name in ("one", "two"))
+    report = plan_epoch(run_yaml, ["data.weights=[1, 1e-5]"], seed=None, console=Console(json=False))
+    assert report["datasets"] == [
+        {"folder": one, "rows": 8, "epoch_rows": 8},
+        {"folder": two, "rows": 3, "epoch_rows": 0},
+    ]
+    said = " ".join(capsys.readouterr().out.split()).replace(" /", "/")
+    assert "none of the 3 rows" in said
+    assert "its weight is 1e-05 (data.weights)" in said
+    report = plan_epoch(run_yaml, ["data.weights=[1, 2]"], seed=None, console=Console(json=False))
+    assert [made["epoch_rows"] for made in report["datasets"]] == [8, 6]
+    assert "none of the" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("layout", ["bucketed", "trimmed"])
+def test_the_largest_settings_are_planned(run_yaml: Path, layout: str) -> None:
+    most = 2**31 - 1
+    large = [f"data.{key}={most}" for key in ("max_batch", "min_batch", "buckets", "max_length", "prefetch")]
+    large += [f"data.layout={layout}", f"data.align={2**24}", f"data.token_budget={2**24}", "data.weights=[1000, 1e-6]"]
+    large += [f"train.{key}={2**24}" for key in ("context_slots", "anchor_slots", "anchors_per_sample")]
+    report = plan_epoch(run_yaml, [*large, "train.epochs=1000000"], seed=None, console=Console(json=True))
+    assert report["batches"] == 1
+    assert report["samples"] == 8000

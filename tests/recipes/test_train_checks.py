@@ -75,7 +75,7 @@ def test_another_mask_token_is_looked_for_in_every_dataset(
     [
         ({"largest_id": 128}, r"Token ids must lie in 0\.\.127 .*two holds 128: the dataset is damaged"),
         ({"longest": 5000}, r"data\.max_length \(4,096\) tokens, but .*two has one of 5,000"),
-        ({"origin": {"tokenizer": "a" * 64}}, r"prepared with the tokenizer of "),
+        ({"origin": {"tokenizer": "a" * 64}}, r"^Dataset .*two was prepared with the tokenizer of "),
     ],
 )
 def test_every_dataset_of_a_mixture_is_checked(check: Check, changes: dict[str, Any], sentence: str) -> None:

@@ -45,33 +45,42 @@ def open_and_plan(folder: str) -> dict[str, float]:
 
 
 def load(folder: str, early_rows: str) -> dict[str, float]:
-    """Take one epoch from the loader; memory is looked at after `early_rows` rows and at the end."""
+    """Take one epoch from the loader; memory is looked at after `early_rows` rows and as many before the end.
+
+    At the end itself nothing of the epoch would be held any more. A smaller dataset is looked at in its middle.
+    """
     from paceline.bench.memory import memory_of
     from paceline.bench.stream import epoch_of
+    from paceline.data.manifest import load_manifest
 
-    early = 0.0
+    total = load_manifest(Path(folder)).rows
+    looks = [min(int(early_rows), total // 2), max(total - int(early_rows), total // 2)]
+    held: list[float] = []
     tokens = rows = batches = 0
     began = time.perf_counter()
     for lengths in epoch_of(folder):
         tokens += sum(lengths)
         rows += len(lengths)
         batches += 1
-        if not early and rows >= int(early_rows):
-            early = memory_of()["RssAnon"]
+        while looks and rows >= looks[0]:
+            held.append(memory_of()["RssAnon"])
+            del looks[0]
     seconds = time.perf_counter() - began
-    late = memory_of()["RssAnon"]
     return {
         "rows": rows,
         "tokens": tokens,
         "micro_batches": batches,
         "seconds": seconds,
-        "early_mib": early or late,
-        "late_mib": late,
+        "early_mib": held[0],
+        "late_mib": held[1],
     }
 
 
 def tokenize(target: str, rows: str) -> dict[str, float]:
-    """Call the bare tokenizer on the rendered conversations of a JSONL file, all in one call, on all cores."""
+    """Call the bare tokenizer on the rendered conversations of a JSONL file, on all cores and all in one call.
+
+    Twice: as `tokenizer(texts)`, and its Rust half alone, which is what `prepare` calls.
+    """
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
     from paceline.target.load import load_tokenizer
 
@@ -80,8 +89,14 @@ def tokenize(target: str, rows: str) -> dict[str, float]:
         texts = [tokenizer.apply_chat_template(json.loads(line)["messages"], tokenize=False) for line in file]
     began, cpu_began = time.perf_counter(), time.process_time()
     encoded = tokenizer(texts, add_special_tokens=False, verbose=False)
-    seconds, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
-    return {"tokens": sum(map(len, encoded["input_ids"])), "seconds": seconds, "cpu_s": cpu_s}
+    found = {"seconds": time.perf_counter() - began, "cpu_s": time.process_time() - cpu_began}
+    tokens = sum(map(len, encoded["input_ids"]))
+    del encoded
+    began, cpu_began = time.perf_counter(), time.process_time()
+    encodings = tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
+    found |= {"backend_seconds": time.perf_counter() - began, "backend_cpu_s": time.process_time() - cpu_began}
+    assert sum(map(len, encodings)) == tokens
+    return {"tokens": tokens, **found}
 
 
 _JOBS: dict[str, Callable[..., dict[str, Any]]] = {"open": open_and_plan, "load": load, "tokenize": tokenize}

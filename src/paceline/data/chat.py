@@ -10,7 +10,7 @@ Shapes: S tokens of a conversation.
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -18,7 +18,7 @@ from jaxtyping import Bool, Int
 
 from paceline.data import chat_spans
 from paceline.data.chat_spans import Span
-from paceline.data.chat_template import Template, Tools, chat_template, check_unicode
+from paceline.data.chat_template import Template, Tools, chat_template, check_known, check_unicode
 from paceline.data.messages import BadRow, read_messages, read_tools
 from paceline.data.preformatted import Frame, find_frame
 from paceline.records import UserError
@@ -72,6 +72,8 @@ class ChatEncoder:
         self.special_ids = np.array(sorted(_special_ids(tokenizer)), dtype=np.int64)
         self._special = frozenset(self.special_ids.tolist())
         self._template = Template(tokenizer, self.options.template_args) if tokenizer.chat_template else None
+        if self._template is None:
+            check_known(tokenizer, self.options.template_args, "")
         self._frame: Frame | None = None  # of preformatted text, once there is some
 
     @property
@@ -84,6 +86,12 @@ class ChatEncoder:
         parts = [source, *(["last turn only"] if options.turns == "last" else [])]
         parts += ["reasoning masked"] if options.mask_reasoning else []
         return "; ".join(parts + [f"{name}={value!r}" for name, value in sorted(options.template_args.items())])
+
+    @property
+    def decides(self) -> list[Any]:
+        """Everything beside the vocabulary that decides ids and mask of a conversation, as plain data."""
+        template = self._template.decides if self._template else None
+        return [template, self.special_ids.tolist(), asdict(self.options)]
 
     def render(self, messages: object, tools: Tools = None) -> Rendered:
         """Return the conversation's text and the characters that are supervised.

@@ -206,13 +206,19 @@ def _vary(
     """Return the characters of the text in whose place a varied message has another text; None: it is not rendered.
 
     Raises:
-        BadRow: the text does not begin and end as the varied rendering does.
+        BadRow: the text does not begin and end as the varied rendering does, or holds every character to vary it by.
     """
     free = (character for character in map(chr, _PRIVATE_USE) if character not in text)
-    mark = next(free)
+    mark, second = next(free, None), next(free, None)
+    if mark is None or second is None:
+        raise BadRow(
+            "no free character",
+            "The messages hold all characters of Unicode's private use area (U+E000 to U+F8FF), of which two that are "
+            "not in them are needed to locate answers. Leave some out.",
+        )
     other = template.text(_with(turns, at, varied(mark)), tools)
     before, found, behind = other.partition(mark)
-    if not found and other == template.text(_with(turns, at, varied(next(free))), tools):
+    if not found and other == template.text(_with(turns, at, varied(second)), tools):
         return None
     end = len(text) - len(behind)
     if not found or len(before) > end or not (text.startswith(before) and text.endswith(behind)):

@@ -1,10 +1,12 @@
 """A tokenizer's chat template with the arguments that it is always given: conversations to text.
 
-The text holds every special token, so it is tokenized without adding any.
+The text holds every special token, so it is tokenized without adding any. It depends on the conversation alone: a
+template that writes today's date, as Llama 3's does, is given a fixed one.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
 from functools import cached_property
 from typing import Any, cast
 
@@ -21,7 +23,16 @@ _RESERVED = {"messages", "conversations", "tools", "documents", "chat_template",
     "add_generation_prompt",
     "continue_final_message",
     "return_assistant_tokens_mask",
+    "strftime_now",
 }
+# Put before a template, it hides transformers' function of this name, which says what day it is. A function of our own
+# cannot be given to a template. The line's end is dropped (trim_blocks), so a template begins as it does without this.
+_DIRECTIVES = [f"%{sign}{letter}" for sign in ("", "-") for letter in "dmyYbBaAHIMSpjfUWuwxXcDFTRe"]
+_FIXED_DAY = (
+    "{% macro strftime_now(format) %}{% for part in format.split('%%') %}{{ '%' if not loop.first }}{{ part"
+    + "".join(f" | replace({each!r}, {datetime(2025, 1, 1).strftime(each)!r})" for each in _DIRECTIVES)
+    + " }}{% endfor %}{% endmacro %}\n"
+)
 # What a template can raise over the values of a row; TemplateError covers raise_exception and undefined names.
 _REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 
@@ -40,6 +51,20 @@ def chat_template(tokenizer: Any, tools: Tools = None) -> str:
     return cast(str, tokenizer.get_chat_template(tools=tools))
 
 
+def check_known(tokenizer: Any, arguments: Iterable[str], template: str) -> None:
+    """Refuse arguments that a template would ignore.
+
+    Raises:
+        UserError: the template's text does not mention one of them.
+    """
+    words = set(re.findall(r"\w+", template))
+    if unknown := sorted(name for name in arguments if name not in words):
+        raise UserError(
+            f"A chat template argument must be one that the chat template reads, and that of {tokenizer.name_or_path} "
+            f"never mentions {unknown[0]} (--template-arg). Correct its name or leave it out."
+        )
+
+
 class Template:
     """The template of a tokenizer, ready to render many conversations."""
 
@@ -47,7 +72,8 @@ class Template:
         """Look at the tokenizer once.
 
         Raises:
-            UserError: it has no chat template, or an argument is one that paceline sets itself.
+            UserError: it has no chat template, or an argument is one that paceline sets itself or that the template
+                does not know.
         """
         if wrong := sorted(_RESERVED & arguments.keys()):
             raise UserError(
@@ -55,7 +81,13 @@ class Template:
             )
         # Some tokenizers have a template of their own for conversations with tools.
         self._plain, self._with_tools = chat_template(tokenizer), chat_template(tokenizer, [{}])
+        check_known(tokenizer, arguments, f"{self._plain} {self._with_tools}")
         self._arguments = {**tokenizer.special_tokens_map, **arguments}
+
+    @property
+    def decides(self) -> list[Any]:
+        """Everything that decides the text of a conversation, as plain data."""
+        return [self._plain, self._with_tools, self._arguments]
 
     def is_marked(self, tools: Tools = None) -> bool:
         """Return whether the template marks what is generated in such a conversation."""
@@ -90,14 +122,20 @@ class Template:
         return self._render(turns, tools, return_assistant_tokens_mask=True)
 
     def _render(self, turns: Sequence[Message], tools: Tools, **how: bool) -> tuple[str, list[tuple[int, int]]]:
+        template = self._for(tools)
         try:
             # Not apply_chat_template, which refuses a conversation without messages.
             rendered: Any = render_jinja_template(  # annotated as str, returns texts and spans
                 conversations=[list(turns)],
-                chat_template=self._for(tools),
+                chat_template=_FIXED_DAY + template if "strftime_now" in template else template,
                 **{"tools": tools, **how, **self._arguments},
             )
             texts, spans = cast(tuple[list[str], list[list[tuple[int, int]]]], rendered)
+        except RecursionError:
+            raise BadRow(
+                "nested too deeply",
+                "The tools or messages nest objects or lists too deeply for the chat template. Flatten them.",
+            ) from None
         except _REFUSALS as error:
             raise BadRow("refused by the chat template", f"The chat template refuses the messages: {error}.") from None
         check_unicode(texts[0])

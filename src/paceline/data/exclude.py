@@ -70,6 +70,17 @@ class EvalPrompts:
         self._ends_E: Int[np.ndarray, " E"] = np.array(ends, dtype=np.int64)
         self._index, self._heads_H = self._make_index()
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """Prompts that are looked for, and those without words, which cannot be."""
+        return {"compared": self.prompts, "wordless": self.wordless}
+
+    @property
+    def counted(self) -> str:
+        """The same in words."""
+        said = f"Rows are compared with {self.prompts:,} of {self.prompts + self.wordless:,} evaluation prompts"
+        return f"{said}; {self.wordless:,} without words are left out." if self.wordless else f"{said}."
+
     def find(self, text: str) -> str | None:
         """Return the place (file:line) of the first evaluation prompt that the text contains."""
         words = split_words(text)
@@ -159,6 +170,8 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
     """Yield (file:line, line) of the lines that are not blank."""
     if not path.name.endswith((".jsonl", ".jsonl.gz")):
         raise UserError(f"An evaluation set must end in .jsonl or .jsonl.gz, got {path}. Convert it to JSON lines.")
+    if path.exists() and not path.is_file():  # a pipe would be waited for, and a device has no end
+        raise UserError(f"Evaluation set {path} must be a regular file. Write its lines to one.")
     number = 0
     try:
         with cast(IO[bytes], gzip.open(path) if path.suffix == ".gz" else path.open("rb")) as file:
@@ -192,6 +205,10 @@ def _texts(line: str, place: str) -> list[str]:
                     f"found {found}. Correct the line."
                 )
             return texts
+    if null := next((key for key in KEYS if key in row), None):
+        raise UserError(
+            f"{place}: {null} must hold a prompt, but its value is null. Give the prompt, or drop the line."
+        )
     found = ", ".join(map(str, row))[:80] or "(none)"
     raise UserError(f"{place} must have one of the keys {', '.join(KEYS)}, found {found}. Rename the prompt's key.")
 

@@ -17,8 +17,8 @@ from jaxtyping import Bool, Int
 
 from paceline import blocks
 from paceline.config import DataSettings, TrainSettings
-from paceline.data.mixture import EpochRows, Mixture, batches_of_epochs, plan_epoch
-from paceline.data.plan import Plan, widths
+from paceline.data.mixture import Mixture, batches_of_epochs, plan_epoch
+from paceline.data.plan import widths
 from paceline.records import BlockSet, RunError, TokenBatch, UserError
 
 
@@ -38,32 +38,37 @@ class Cut:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EpochCuts:
-    """The micro-batches of an epoch, in order: number i holds the plan's rows from starts[i] up to starts[i + 1]."""
+    """The micro-batches of an epoch, in order: number i holds rows_N[starts[i] : starts[i + 1]].
 
-    plan: Plan
-    held: EpochRows
+    It stays while its epoch is read, so it keeps no more of a row than four bytes, and four where passes differ.
+    """
+
+    rows_N: Int[np.ndarray, " N"]  # numbered through all datasets
+    passes_N: Int[np.ndarray, " N"]
+    batches: int
+    packed: bool
     starts: Int[np.ndarray, " ends"]  # U + 1 of them
     batch_U: Int[np.ndarray, " U"]
     width_U: Int[np.ndarray, " U"]
 
     def cells_U(self) -> Int[np.ndarray, " U"]:
         """Return how many tokens the target computes for each, padding included."""
-        return self.width_U * (1 if self.plan.layout == "packed" else np.diff(self.starts))
+        return self.width_U.astype(np.int64) * (1 if self.packed else np.diff(self.starts))
 
     def cut(self, index: int, *, seq: int, epoch: int, first_step: int, batches_per_step: int) -> Cut:
         """Return a micro-batch of the epoch whose first optimizer step is `first_step`."""
         batch = int(self.batch_U[index])
         last_of_batch = index + 1 == len(self.batch_U) or self.batch_U[index + 1] != batch
-        mine = self.plan.rows_N[self.starts[index] : self.starts[index + 1]]
+        mine = slice(int(self.starts[index]), int(self.starts[index + 1]))
         return Cut(
             seq=seq,
             epoch=epoch,
             step=first_step + batch // batches_per_step,
-            closes_step=bool(last_of_batch) and ((batch + 1) % batches_per_step == 0 or batch + 1 == len(self.plan)),
-            rows=tuple(self.held.rows_R[mine].tolist()),
-            passes=tuple(self.held.passes_R[mine].tolist()),
+            closes_step=bool(last_of_batch) and ((batch + 1) % batches_per_step == 0 or batch + 1 == self.batches),
+            rows=tuple(self.rows_N[mine].tolist()),
+            passes=tuple(self.passes_N[mine].tolist()),
             width=int(self.width_U[index]),
-            packed=self.plan.layout == "packed",
+            packed=self.packed,
         )
 
 
@@ -120,11 +125,12 @@ def check_lengths(mixture: Mixture, train: TrainSettings) -> None:
     Raises:
         UserError: such a row exists.
     """
-    row = int(mixture.lengths.argmax()) if len(mixture) else 0
-    if len(mixture) and mixture.lengths[row] > train.context_slots:
+    lengths_N = mixture.lengths
+    row = int(lengths_N.argmax()) if len(mixture) else 0
+    if len(mixture) and lengths_N[row] > train.context_slots:
         raise UserError(
             f"A sample must fit train.context_slots ({train.context_slots:,}), got {mixture.where(row)} "
-            f"(data.dataset) with {mixture.lengths[row]:,} tokens. Raise train.context_slots or prepare shorter rows."
+            f"(data.dataset) with {lengths_N[row]:,} tokens. Raise train.context_slots or prepare shorter rows."
         )
 
 
@@ -161,7 +167,10 @@ def cut_epoch(
     anchors_N = np.minimum(mixture.candidates[rows_N], train.anchors_per_sample)
     starts, batch_U = cut_batches(ordered_N, anchors_N, made.offsets, train)
     width_U = widths(made, ordered_N, starts, made.bucket_M[batch_U])
-    return EpochCuts(made, held, starts, batch_U, width_U)
+    one_pass = (held.passes_R == held.passes_R[0]).all()
+    passes_N = np.broadcast_to(held.passes_R[0], len(rows_N)) if one_pass else held.passes_R[made.rows_N]
+    starts, width_U = starts.astype(np.int32), width_U.astype(np.int32)
+    return EpochCuts(rows_N, passes_N, len(made), made.layout == "packed", starts, batch_U, width_U)
 
 
 def cut_batches(
@@ -203,7 +212,8 @@ def build(mixture: Mixture, cut: Cut, train: TrainSettings, block_size: int, *, 
     starts_n = ends_n - lengths_n
     ids_T = np.concatenate([ids for ids, _ in rows], dtype=np.int64, casting="same_kind")
     mask_T = np.concatenate([mask for _, mask in rows])
-    if ids_T.view(np.uint64).max(initial=0) > mixture.largest_id:
+    largest_n = np.maximum.reduceat(ids_T.view(np.uint64), starts_n)  # a negative id is the largest of all
+    if (largest_n > mixture.largest_ids(cut.rows).astype(np.uint64)).any():
         _check_ids(mixture, cut)
 
     # 1. The rows that the target computes.

@@ -5,42 +5,54 @@ The manifest lies beside the data as `manifest.json`. Whoever opens a dataset ho
 
 import hashlib
 import json
+import os
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, ClassVar, cast
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from paceline.records import UserError
 
 VERSION = 2
 NAME = "manifest.json"
 
+# Held when a manifest is read, not when one is made: pydantic would take "5", 5.0 and true for whole numbers.
+Count = Annotated[int, Field(strict=True, ge=0, le=2**63 - 1)]
+_Id = Annotated[int, Field(strict=True, ge=-1, le=2**31 - 1)]
+_Checksum = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+_NO_OTHER_KEYS = ConfigDict(extra="forbid")
+
 
 @dataclass(frozen=True, slots=True)
 class Shard:
     """One Arrow file of a dataset."""
 
+    __pydantic_config__: ClassVar[ConfigDict] = _NO_OTHER_KEYS
     file: str
-    rows: int
-    tokens: int
-    bytes: int
-    sha256: str
+    rows: Count
+    tokens: Count
+    bytes: Count
+    sha256: _Checksum  # empty where a folder has no manifest
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
     """Where a dataset comes from."""
 
+    __pydantic_config__: ClassVar[ConfigDict] = _NO_OTHER_KEYS
     target: str
     target_revision: str
     tokenizer: str  # tokenizer_fingerprint; empty where nobody wrote it down
     chat_template: str | None  # sha256
     mask_rule: str  # where the loss mask of conversations comes from, with the options in force
-    mask_token_id: int | None  # an id known not to occur
+    mask_token_id: _Id | None  # an id known not to occur
     sources: list[dict[str, Any]]  # of each input file: path, sha256, and how each of its rows ended
-    quarantined: dict[str, int]  # refused rows per reason
-    truncated: int  # rows cut to the longest length
-    tokens_cut: int = 0  # what they lost
-    supervised_cut: int = 0  # of that, supervised tokens
+    quarantined: dict[str, Count]  # refused rows per reason
+    truncated: Count  # rows cut to the longest length
+    tokens_cut: Count = 0  # what they lost
+    supervised_cut: Count = 0  # of that, supervised tokens
     recipe: str = ""  # hash of everything that decides the rows: inputs, tokenizer, template, mask rule, limits
 
 
@@ -48,12 +60,13 @@ class Origin:
 class Manifest:
     """What a dataset holds. `fingerprint` hashes the rows, shard by shard."""
 
+    __pydantic_config__: ClassVar[ConfigDict] = _NO_OTHER_KEYS
     version: int
-    rows: int
-    tokens: int
-    supervised_tokens: int
-    longest: int  # tokens
-    largest_id: int
+    rows: Count
+    tokens: Count
+    supervised_tokens: Count
+    longest: Count  # tokens
+    largest_id: _Id  # -1 without rows
     fingerprint: str
     shards: tuple[Shard, ...]
     origin: Origin
@@ -77,15 +90,30 @@ def load_manifest(folder: Path) -> Manifest:
         tree = json.loads(path.read_text(encoding="utf-8"))
         if tree["version"] != VERSION:
             raise UserError(f"{path} has version {tree['version']}, this program reads {VERSION}. Prepare it again.")
-        shards = tuple(Shard(**shard) for shard in tree["shards"])
-        manifest = Manifest(**{**tree, "shards": shards, "origin": Origin(**tree["origin"])})
-        _check_types(manifest)
+        manifest: Manifest = _reader().validate_python(tree)
+        for shard in manifest.shards:
+            check_file_name(shard.file)
+        _check_sums(manifest)
         return manifest
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} cannot be understood ({type(error).__name__}: {error}). Prepare it again.") from None
+    except ValidationError as error:  # a ValueError too, but one that speaks in several lines
+        first = error.errors()[0]
+        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}, got {first['input']!r:.80}"
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        reason = f"{type(error).__name__}: {error}"
+    raise UserError(f"{path} cannot be understood ({reason}). Prepare it again.")
 
 
-def check_fits(manifest: Manifest, tokenizer: str, target: str) -> None:
+def check_file_name(name: str) -> None:
+    """Refuse a name that is no file's in the folder itself.
+
+    Raises:
+        ValueError: it leads elsewhere, or no file can have it.
+    """
+    if name in ("", ".", "..") or "/" in name or b"\0" in os.fsencode(name):
+        raise ValueError(f"{name!r:.80} names no file in the folder")
+
+
+def check_fits(manifest: Manifest, tokenizer: str, target: str, *, what: str = "The dataset") -> None:
     """Refuse a dataset whose ids were made by another tokenizer than the target's.
 
     Raises:
@@ -94,12 +122,12 @@ def check_fits(manifest: Manifest, tokenizer: str, target: str) -> None:
     made = manifest.origin
     if not made.tokenizer:
         raise UserError(
-            f"The dataset has no {NAME}, so nobody knows which tokenizer made its ids, and target {target} needs its "
+            f"{what} has no {NAME}, so nobody knows which tokenizer made its ids, and target {target} needs its "
             f"own ({tokenizer[:12]}). Make a dataset of it with `paceline prepare FOLDER --target {target}`."
         )
     if made.tokenizer != tokenizer:
         raise UserError(
-            f"The dataset was prepared with the tokenizer of {made.target} ({made.tokenizer[:12]}), but target "
+            f"{what} was prepared with the tokenizer of {made.target} ({made.tokenizer[:12]}), but target "
             f"{target} has another one ({tokenizer[:12]}). Prepare the data again with --target {target}."
         )
 
@@ -112,14 +140,16 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
 
 
-def _check_types(manifest: Manifest) -> None:
-    numbers = [manifest.rows, manifest.tokens, manifest.supervised_tokens, manifest.longest, manifest.largest_id]
-    for shard in manifest.shards:
-        numbers += [shard.rows, shard.tokens, shard.bytes]
-    if not all(type(number) is int for number in numbers):
-        raise TypeError("a count is no whole number")
-    texts = [manifest.origin.tokenizer, *(shard.file for shard in manifest.shards)]
-    if not all(isinstance(text, str) for text in texts):
-        raise TypeError("the tokenizer's fingerprint or a file's name is no text")
-    if any(Path(shard.file).name != shard.file for shard in manifest.shards):
-        raise ValueError("a shard lies outside the folder")
+@cache
+def _reader() -> Any:
+    return TypeAdapter(Manifest)
+
+
+def _check_sums(manifest: Manifest) -> None:
+    """Hold a manifest's counts against one another."""
+    for key in ("rows", "tokens"):
+        total, listed = getattr(manifest, key), sum(getattr(shard, key) for shard in manifest.shards)
+        if total != listed:
+            raise ValueError(f"{key} is {total:,}, but its shards' sum up to {listed:,}")
+    if manifest.supervised_tokens > manifest.tokens:
+        raise ValueError(f"supervised_tokens is {manifest.supervised_tokens:,} of {manifest.tokens:,} tokens")

@@ -10,11 +10,11 @@ Shapes: N rows of all datasets, R rows of an epoch, L lengths from 0 up.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from math import floor, lcm
+from math import floor
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 
 from paceline.config import DataSettings
 from paceline.data.plan import BucketTable, Plan, check_lengths, count_batches, optimal_edges, plan, shuffled, table
@@ -51,15 +51,19 @@ class Mixture:
         self.weights = tuple(Fraction(repr(float(weight))) for weight in weights or [1.0] * len(self.datasets))
         self.whole = all(weight.denominator == 1 for weight in self.weights)
         self.first_rows = np.cumsum([0, *map(len, self.datasets)])
-        one = self.datasets[0] if len(self.datasets) == 1 else None
-        self.lengths: Int[np.ndarray, " N"] = one.lengths if one else np.concatenate([d.lengths for d in datasets])
-        self.candidates: Int[np.ndarray, " N"] = (
-            one.candidates if one else np.concatenate([d.candidates for d in datasets])
-        )
-        self.largest_id = min((d.manifest.largest_id for d in self.datasets), default=0)  # of the smallest vocabulary
 
     def __len__(self) -> int:
-        return len(self.lengths)
+        return int(self.first_rows[-1])
+
+    @property
+    def lengths(self) -> Int[np.ndarray, " N"]:
+        """Tokens of each row, put together anew from the mapped files."""
+        return np.concatenate([dataset.lengths for dataset in self.datasets])
+
+    @property
+    def candidates(self) -> Int[np.ndarray, " N"]:
+        """How many positions of each row may be anchors, put together anew as well."""
+        return np.concatenate([dataset.candidates for dataset in self.datasets])
 
     def row(self, index: int) -> tuple[Int[np.ndarray, " S"], Bool[np.ndarray, " S"]]:
         """Return a row's ids, which may be a view of the file, and its loss mask."""
@@ -73,6 +77,11 @@ class Mixture:
         place = int(np.searchsorted(self.first_rows, index, side="right")) - 1
         return self.datasets[place], index - int(self.first_rows[place])
 
+    def largest_ids(self, rows: Sequence[int]) -> Int[np.ndarray, " n"]:
+        """Return the largest id that the dataset of each row holds by its manifest."""
+        last = np.array([dataset.manifest.largest_id for dataset in self.datasets], dtype=np.int64)
+        return last[np.searchsorted(self.first_rows, rows, side="right") - 1]
+
     def where(self, index: int) -> str:
         """Return a row's place for a message."""
         dataset, row = self.find(index)
@@ -84,15 +93,20 @@ class Mixture:
         Raises:
             UserError: see plan.
         """
-        edges = settings.edges
+        edges, several, lengths_N = settings.edges, len(self.datasets) > 1, self.lengths
         if settings.layout != "packed" and not edges and len(self):
-            scale = lcm(*(weight.denominator for weight in self.weights))
-            counts_L = np.zeros(int(self.lengths.max()) + 1, dtype=np.int64)
-            for dataset, weight in zip(self.datasets, self.weights, strict=True):
-                counts_L += np.bincount(dataset.lengths, minlength=len(counts_L)) * int(weight * scale)
+            counts_L: Int[np.ndarray, " L"] | Float[np.ndarray, " L"] = np.bincount(lengths_N)
+            if several:  # not whole multiples of all denominators: with long decimals they exceed 64 bits
+                counted = (np.bincount(dataset.lengths, minlength=len(counts_L)) for dataset in self.datasets)
+                weighted = zip(counted, map(float, self.weights), strict=True)
+                counts_L = np.add.reduce([own_L * weight for own_L, weight in weighted])
             edges = optimal_edges(counts_L, settings.buckets, settings.align)
-        several = len(self.datasets) > 1
-        return check_lengths(self.lengths, settings, edges, where=self.where if several else "row {:,}".format)
+        return check_lengths(lengths_N, settings, edges, where=self.where if several else "row {:,}".format)
+
+    def rows_of_epoch(self, epoch: int) -> list[int]:
+        """Return how many rows of each dataset an epoch holds."""
+        ends = (_places(len(d), weight, epoch) for d, weight in zip(self.datasets, self.weights, strict=True))
+        return [end - place for place, end in ends]
 
     def epoch_rows(self, seed: int, epoch: int) -> EpochRows:
         """Return the rows of an epoch in an order that is no order to train in: a plan draws that.
@@ -103,7 +117,7 @@ class Mixture:
         rows, passes = [np.zeros(0, dtype=np.int32)], [np.zeros(0, dtype=np.int32)]
         for index, (dataset, weight) in enumerate(zip(self.datasets, self.weights, strict=True)):
             count, first = len(dataset), np.int32(self.first_rows[index])
-            place, end = floor(epoch * weight * count), floor((epoch + 1) * weight * count)
+            place, end = _places(count, weight, epoch)
             while place < end:
                 turn, start = divmod(place, count)
                 stop = min(count, start + end - place)
@@ -119,6 +133,11 @@ class Mixture:
                 f"epoch {epoch} would hold none of the {len(self):,} rows. Raise them."
             )
         return epoch_rows
+
+
+def _places(count: int, weight: Fraction, epoch: int) -> tuple[int, int]:
+    """Return where an epoch begins in the stream of a dataset's passes, and where it ends."""
+    return floor(epoch * weight * count), floor((epoch + 1) * weight * count)
 
 
 def open_mixture(settings: DataSettings) -> Mixture:
@@ -159,10 +178,10 @@ def batches_of_epochs(mixture: Mixture, settings: DataSettings, *, seed: int, ep
         UserError: see plan and epoch_rows.
     """
     edges = mixture.edges(settings)
-    counts = []
+    counts, lengths_N = [], mixture.lengths
     for epoch in range(1 if mixture.whole else epochs):
         rows_R = mixture.epoch_rows(seed, epoch).rows_R
-        counts.append(count_batches(mixture.lengths[rows_R], settings, edges))
+        counts.append(count_batches(lengths_N[rows_R], settings, edges))
     return counts * epochs if mixture.whole else counts
 
 

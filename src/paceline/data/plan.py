@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int, UInt64
+from jaxtyping import Float, Int, UInt64
 
 from paceline.config import DataSettings
 from paceline.data.packing import count_bins, pack
@@ -146,9 +146,12 @@ def widths(
     return width_U if made.layout == "packed" else np.minimum(width_U, edge_U)
 
 
-def optimal_edges(counts_L: Int[np.ndarray, " L"], buckets: int, align: int) -> tuple[int, ...]:
+def optimal_edges(
+    counts_L: Int[np.ndarray, " L"] | Float[np.ndarray, " L"], buckets: int, align: int
+) -> tuple[int, ...]:
     """Return at most `buckets` edges, multiples of `align`, with the fewest tokens when rows are padded to their edge.
 
+    Counts of rows may be weighted and then be fractions, as long as every length that occurs has one above 0.
     Dynamic program over the aligned lengths that occur: with one bucket more, the shortest lengths up to i cost
     min over j of cost(up to j) + edge(i) * rows(j+1 .. i).
     """
@@ -224,6 +227,9 @@ def check_lengths(
     """
     if len(lengths_N) == 0:
         raise UserError(f"Dataset {', '.join(settings.folders)} (data.dataset) has no rows. Prepare one that has.")
+    shortest = int(lengths_N.argmin())
+    if lengths_N[shortest] < 1:
+        raise UserError(f"A row must hold tokens, got none in {where(shortest)} (data.dataset). Prepare without it.")
     row, budget = int(lengths_N.argmax()), settings.token_budget
     longest = needed = int(lengths_N[row])
     what = f"the longest row, got {budget:,} and {where(row)} of {longest:,} tokens"

@@ -28,7 +28,7 @@ class _Shared(Generic[Item]):
             while self._wait_for_room():
                 item = next(self.source, self)
                 with self.changed:
-                    if item is self:
+                    if item is self or self.stopped:  # what was being built when all ended is nobody's
                         return
                     self.ready.append(item)  # type: ignore[arg-type]
                     self.changed.notify_all()

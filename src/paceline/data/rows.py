@@ -2,15 +2,16 @@
 
 A row holds a conversation (`messages` or `conversations`), a pair of texts (`prompt`, `completion`), text that is
 rendered already (`text`), ids with their mask (`input_ids`, `loss_mask`), or ids as `paceline generate` writes them
-(`prompt_ids`, `completion_ids`). Ids are kept as they are and go before everything else. Rows are tokenized many at a
-time, because the tokenizer is fastest so.
+(`prompt_ids`, `completion_ids`). Ids are kept as they are and go before everything else; a key whose value is null
+counts as missing. Rows are tokenized many at a time, because the tokenizer is fastest so.
 
 Shapes: S tokens of a sample.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -19,11 +20,23 @@ from jaxtyping import Bool, Int
 from paceline.blocks import anchor_candidates
 from paceline.data.chat import ChatEncoder, Rendered
 from paceline.data.exclude import EvalPrompts
-from paceline.data.messages import BadRow, read_conversation
+from paceline.data.messages import BadRow, is_conversation, read_conversation
 from paceline.records import UserError
+
+# Raise it whenever a change here or in the modules of chats changes what a row becomes: pieces and datasets of before
+# are then made anew.
+RULES = 2
 
 EXCLUDED = "contains an evaluation prompt"  # asked for, so not a fault of the data
 UNSUPERVISED = "no two supervised tokens"
+FORMS = (
+    ("prompt_ids", "completion_ids"),
+    ("input_ids", "loss_mask"),
+    ("messages",),
+    ("conversations",),
+    ("prompt", "completion"),
+    ("text",),
+)
 
 Ids = tuple[Int[np.ndarray, " S"], Bool[np.ndarray, " S"]]
 
@@ -48,6 +61,16 @@ class Refused:
     reason: str
     detail: str
     row: Any
+    input_ids: Int[np.ndarray, " S"] | None = None  # where it came so far
+    line_text: str | None = None  # as it stands in the file, where that is known
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BrokenRow:
+    """A row of a table that has a value which cannot be read: the values that can, and the fault."""
+
+    row: dict[str, Any]
+    error: BadRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,34 +88,55 @@ def encode_rows(
 ) -> list[Sample | Refused]:
     """Return how each of the numbered rows ends, in their order.
 
-    A row is an object, or a line of JSON as bytes.
+    A row is an object, a line of JSON as bytes, or a table's row that could not be read whole.
 
     Raises:
         UserError: the tokenizer has no chat template and a row needs one.
     """
-    known: list[Rendered | Ids | BadRow] = []
-    objects = []
-    for _, raw in rows:
-        row = raw
-        try:
-            row = _parse(raw) if isinstance(raw, bytes) else raw
-            known.append(_read(row, chat, limits.vocab_size))
-        except BadRow as error:
-            known.append(error)
-        objects.append(row if not isinstance(row, bytes) else row.decode(errors="backslashreplace").rstrip("\r\n"))
-    texts = [item for item in known if isinstance(item, Rendered)]
+    looked = [_look(raw, chat, limits.vocab_size) for _, raw in rows]
+    texts = [item for _, item in looked if isinstance(item, Rendered)]
     tokenized = iter(chat.tokenize(texts) if texts else [])
     ends: list[Sample | Refused] = []
-    for (line, _), row, item in zip(rows, objects, known, strict=True):
+    for (line, raw), (row, item) in zip(rows, looked, strict=True):
         result = next(tokenized) if isinstance(item, Rendered) else item
         try:
             if isinstance(result, BadRow):
                 raise result
-            _check_excluded(row, result, chat, exclude)
+            if exclude is not None:
+                _check_excluded(row, result, chat, exclude)
             ends.append(_within_limits(line, *result, limits))
         except BadRow as error:
-            ends.append(Refused(line, error.reason, str(error), row))
+            input_ids = None if isinstance(result, BadRow) else result[0]
+            text = _line_text(raw) if isinstance(raw, bytes) else None
+            ends.append(Refused(line, error.reason, str(error), row, input_ids, text))
     return ends
+
+
+def unknown_form(keys: Iterable[object]) -> BadRow:
+    """Return what is wrong with a row that has only these keys."""
+    return BadRow(
+        "unknown form",
+        "A row holds messages or conversations, or prompt and completion, or text, or input_ids and loss_mask, or "
+        f"prompt_ids and completion_ids; got the keys {', '.join(map(str, keys)) or '(none)'}.",
+    )
+
+
+def _look(raw: Any, chat: ChatEncoder, vocab_size: int) -> tuple[Any, Rendered | Ids | BadRow]:
+    """Return a row as it is shown when it is refused, and what of it can be tokenized."""
+    if isinstance(raw, BrokenRow):
+        return raw.row, raw.error
+    row = _line_text(raw) if isinstance(raw, bytes) else raw
+    try:
+        row = _parse(raw) if isinstance(raw, bytes) else raw
+        return row, _read(row, chat, vocab_size)
+    except BadRow as error:
+        return row, error
+    except RecursionError:  # wherever something walks into it: a template, JSON, repr
+        return row, BadRow("nested too deeply", "The row nests objects or lists too deeply to be read. Flatten them.")
+
+
+def _line_text(line: bytes) -> str:
+    return line.decode(errors="backslashreplace").rstrip("\r\n")
 
 
 def _parse(line: bytes) -> Any:
@@ -109,25 +153,26 @@ def _read(row: object, chat: ChatEncoder, vocab_size: int) -> Rendered | Ids:
     """Return a row's ids if it has them, else its text ready to be tokenized."""
     if not isinstance(row, dict):
         raise BadRow("not an object", f"A row must be an object, got {type(row).__name__}.")
-    if "prompt_ids" in row and "completion_ids" in row:
+    form = _form(row)
+    if form == "prompt_ids":
         return _prompt_and_completion_ids(row, vocab_size)
-    if "input_ids" in row and "loss_mask" in row:
+    if form == "input_ids":
         return _masked_ids(row, vocab_size)
-    if "messages" in row or "conversations" in row:
-        messages, tools = read_conversation(row)
+    if form in ("messages", "conversations", "prompt"):
+        messages, tools = read_conversation(_as_conversation(row) if form == "prompt" else row)
         return chat.render(messages, tools)
-    if "prompt" in row and "completion" in row:
-        messages, tools = read_conversation(_as_conversation(row))
-        return chat.render(messages, tools)
-    if "text" in row:
+    if form == "text":
         if not isinstance(row["text"], str) or not row["text"]:
             raise BadRow("malformed text", f"text must be a text that is not empty, got {repr(row['text'])[:60]}.")
         return _preformatted(row["text"], chat)
-    raise BadRow(
-        "unknown form",
-        "A row holds messages or conversations, or prompt and completion, or text, or input_ids and loss_mask, or "
-        f"prompt_ids and completion_ids; got the keys {', '.join(map(str, row)) or '(none)'}.",
-    )
+    raise unknown_form(row)
+
+
+def _form(row: dict[str, Any]) -> str | None:
+    """Return the first key of the first form that the row has; only if it has none whole, null counts as a value."""
+    whole = (keys for keys in FORMS if all(row.get(key) is not None for key in keys))
+    named = (keys for keys in FORMS if all(key in row for key in keys))
+    return next(chain(whole, named), (None,))[0]
 
 
 def _preformatted(text: str, chat: ChatEncoder) -> Rendered:
@@ -160,7 +205,10 @@ def _prompt_and_completion_ids(row: dict[str, Any], vocab_size: int) -> Ids:
 
 def _masked_ids(row: dict[str, Any], vocab_size: int) -> Ids:
     ids_S, raw = _ids(row, "input_ids", vocab_size), row["loss_mask"]
-    mask = raw if isinstance(raw, np.ndarray) else np.array(raw) if isinstance(raw, list) else np.zeros(0)
+    try:
+        mask = raw if isinstance(raw, np.ndarray) else np.array(raw if isinstance(raw, list) else [0.0])
+    except ValueError:  # lists among its entries
+        mask = np.array([0.0])
     if mask.ndim != 1 or mask.dtype.kind not in "biu" or not np.isin(mask, (0, 1)).all():
         raise BadRow("malformed mask", "loss_mask must be a list of true and false, or of 0 and 1.")
     if len(mask) != len(ids_S):
@@ -186,26 +234,27 @@ def _ids(row: dict[str, Any], key: str, vocab_size: int) -> Int[np.ndarray, " S"
     return values.astype(np.int32)
 
 
-def _check_excluded(row: Any, ids: Ids, chat: ChatEncoder, exclude: EvalPrompts | None) -> None:
-    if exclude is None:
-        return
+def _check_excluded(row: Any, ids: Ids, chat: ChatEncoder, exclude: EvalPrompts) -> None:
     ids_S, mask_S = ids
-    place = exclude.find(_prompt_text(row) or chat.tokenizer.decode(ids_S[~mask_S]))
-    if place is not None:
-        raise BadRow(EXCLUDED, f"The prompt contains the evaluation prompt at {place}.")
+    texts = _prompt_texts(row) or [chat.tokenizer.decode(ids_S[~mask_S], skip_special_tokens=True)]
+    # Together, and each for itself: a short evaluation prompt counts where it is a whole text.
+    for text in ["\n".join(texts), *(texts if len(texts) > 1 else [])]:
+        place = exclude.find(text)
+        if place is not None:
+            raise BadRow(EXCLUDED, f"The prompt contains the evaluation prompt at {place}.")
 
 
-def _prompt_text(row: dict[str, Any]) -> str:
-    """Return what the user says in a row that has words; empty where there are only ids or rendered text."""
-    if "prompt" in row and "completion" in row and "messages" not in row:
+def _prompt_texts(row: dict[str, Any]) -> list[str]:
+    """Return what system and user say in a row that has words; nothing where there are only ids or rendered text."""
+    if not is_conversation(row):
+        if row.get("prompt") is None or row.get("completion") is None:
+            return []
         row = _as_conversation(row)
-    if "messages" not in row and "conversations" not in row:
-        return ""
     try:
         messages, _ = read_conversation(row)
-    except BadRow:  # beside ids, which are what counts
-        return ""
-    return "\n".join(message["content"] for message in messages if message["role"] == "user")
+    except (BadRow, RecursionError):  # beside ids, which are what counts
+        return []
+    return [message["content"] for message in messages if message["role"] in ("system", "user")]
 
 
 def _within_limits(

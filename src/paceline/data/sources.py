@@ -1,31 +1,33 @@
 """Input files as pieces of raw rows: JSON lines, Parquet, Arrow files and folders of them.
 
 A file is looked at once: checksum, rows, and where it is cut into pieces, which are tokenized independently and in any
-order. The cut follows from the file alone, so it is the same on every machine. A file that cannot be read stops the
-command; a row is passed on as it is and judged elsewhere (rows.py). Memory is bounded by one line or one record batch.
+order. The cut follows from the file alone, so it is the same on every machine. A file that cannot be read, or that
+changes meanwhile, stops the command; a row is passed on as it is and judged elsewhere (rows.py). Lines without anything
+but blanks are no rows. Memory is bounded by one line or one record batch.
 """
 
 import hashlib
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+import mmap
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from paceline.data.store import arrow_files
+from paceline.data.folders import SUFFIXES, files_of
+from paceline.data.tables import COLUMNS, TableRow, objects
 from paceline.records import UserError
 
-SUFFIXES = (".jsonl", ".parquet", ".arrow")
 _TABLE_ROWS = 256  # rows of a table that are Python objects at a time
 _READ = 1 << 20  # bytes
+_STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
 _PIECES = 32  # a file is cut into about this many pieces,
 _SMALLEST, _LARGEST = 4 << 20, 64 << 20  # but a piece has at least and at most so many bytes
 
-Row = bytes | dict[str, Any]
+Row = bytes | TableRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ class Piece:
     start: int  # first byte of JSON lines, first row of a table
     end: int  # behind the last
     first_line: int  # from 1
-    rows: int
+    rows: int  # blank lines included
     sha256: str  # of what is in it
 
 
@@ -46,36 +48,38 @@ class SourceFile:
 
     path: str
     sha256: str
-    rows: int
+    rows: int  # blank lines included
     pieces: tuple[Piece, ...]
 
 
 def find_files(sources: Iterable[Path]) -> list[Path]:
-    """Return the files behind the sources: a folder stands for its Arrow, Parquet or JSONL files.
+    """Return the files behind the sources: a folder stands for the JSONL, Parquet and Arrow files in it, by name.
 
     Raises:
-        UserError: a source is missing, of an unknown kind or empty.
+        UserError: a source is missing, empty, given twice or of an unknown kind, or a folder holds other data too.
     """
     files: list[Path] = []
     for source in sources:
         if source.is_dir():
-            files += _files_of(source)
-        elif not source.exists():
-            raise UserError(
-                f"There is no input file {source}. Give a JSONL, Parquet or Arrow file, or a folder of them."
-            )
-        elif source.suffix in SUFFIXES:
-            files.append(source)
-        else:
+            files += files_of(source)
+        elif source.exists() and source.suffix.lower() not in SUFFIXES:
             raise UserError(
                 f"Input {source} must end in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]} or be a folder, "
                 f"got {source.suffix!r}."
             )
+        else:
+            files.append(source)
+    seen: dict[tuple[int, int], Path] = {}
+    for file in files:
+        _check_file(file)
+        status = file.stat()
+        if (other := seen.setdefault((status.st_dev, status.st_ino), file)) is not file:
+            raise UserError(f"An input must be given once, got {other} and {file}, which are one file. Leave one out.")
     return files
 
 
 def inspect_file(path: Path) -> SourceFile:
-    """Return the file's checksum, how many rows it holds and its pieces.
+    """Return the file's checksum, how many lines or rows it holds and its pieces.
 
     Raises:
         UserError: the file cannot be read.
@@ -83,11 +87,11 @@ def inspect_file(path: Path) -> SourceFile:
     try:
         size = path.stat().st_size
         step = min(max(size // _PIECES, _SMALLEST), _LARGEST)
-        if path.suffix == ".jsonl":
+        if path.suffix.lower() == ".jsonl":
             return _inspect_lines(path, step)
         with path.open("rb") as file:
             checksum = hashlib.file_digest(file, "sha256").hexdigest()
-        return _inspect_table(path, checksum, max(1, size // step))
+        return _inspect_table(path, checksum, size // step)
     except (OSError, pa.ArrowException) as error:
         raise _unreadable(path, error) from None
 
@@ -96,12 +100,11 @@ def read_rows(piece: Piece) -> Iterator[tuple[int, Row]]:
     """Yield each row with its line (or row number) from 1: a line of JSON as bytes, a table's row as an object.
 
     Raises:
-        UserError: the file cannot be read.
+        UserError: the file cannot be read, or is not what it was when it was inspected; the latter after the last row.
     """
     path = Path(piece.path)
     try:
-        rows: Iterator[Row] = _json_lines(path, piece) if path.suffix == ".jsonl" else _table_rows(path, piece)
-        yield from enumerate(rows, piece.first_line)
+        yield from _json_lines(path, piece) if path.suffix.lower() == ".jsonl" else _table_rows(path, piece)
     except (OSError, pa.ArrowException) as error:
         raise _unreadable(path, error) from None
 
@@ -136,14 +139,14 @@ def _inspect_lines(path: Path, step: int) -> SourceFile:
 
 
 def _inspect_table(path: Path, checksum: str, pieces: int) -> SourceFile:
-    if path.suffix == ".parquet":
+    if path.suffix.lower() == ".parquet":
         with pq.ParquetFile(path) as parquet:
             sizes = [parquet.metadata.row_group(i).num_rows for i in range(parquet.num_row_groups)]
     else:
         sizes = [batch.num_rows for batch in _batches(path)]
-    ends = np.cumsum([0, *sizes])  # a piece is cut where a group of rows is, so that none is decoded twice
-    wanted = np.linspace(0, ends[-1], pieces + 1)
-    cuts = sorted({int(ends[np.searchsorted(ends, cut)]) for cut in wanted})
+    ends = np.cumsum([0, *sizes])
+    # A piece inside a group decodes the group from its start, so that no group may have any number of them.
+    cuts = _cuts(ends, max(1, min(pieces, _PIECES * len(sizes))))
     parts = tuple(
         Piece(str(path), start, end, start + 1, end - start, f"{checksum}[{start}:{end}]")
         for start, end in itertools.pairwise(cuts)
@@ -151,87 +154,111 @@ def _inspect_table(path: Path, checksum: str, pieces: int) -> SourceFile:
     return SourceFile(str(path), checksum, int(ends[-1]), parts)
 
 
-def _json_lines(path: Path, piece: Piece) -> Iterator[bytes]:
+def _cuts(ends: np.ndarray, pieces: int) -> list[int]:
+    """Return where a table is cut: where a group of rows ends if that is near, so that few are decoded twice."""
+    rows = int(ends[-1])
+    cuts = {0, rows}
+    for cut in np.linspace(0, rows, pieces + 1)[1:-1]:
+        end = int(ends[np.searchsorted(ends, cut)])
+        cuts.add(end if end - cut <= rows / pieces / 2 else int(cut))
+    return sorted(cuts)
+
+
+def _json_lines(path: Path, piece: Piece) -> Iterator[tuple[int, bytes]]:
+    digest = hashlib.sha256()
+    number, left = piece.first_line, piece.end - piece.start
     with path.open("rb") as file:
         file.seek(piece.start)
-        while file.tell() < piece.end:
-            yield file.readline()
+        while left > 0 and (line := file.readline()):  # nothing comes from a file that was cut meanwhile
+            digest.update(line)
+            left -= len(line)
+            if not line.isspace():
+                yield number, line
+            number += 1
+    if digest.hexdigest() != piece.sha256:
+        raise _changed(piece)
 
 
-def _table_rows(path: Path, piece: Piece) -> Iterator[dict[str, Any]]:
-    batches = _parquet_batches(path, piece) if path.suffix == ".parquet" else _arrow_batches(path, piece)
-    for batch in batches:
+def _table_rows(path: Path, piece: Piece) -> Iterator[tuple[int, TableRow]]:
+    number = piece.first_line
+    parquet = path.suffix.lower() == ".parquet"
+    columns = pq.read_schema(path).names if parquet else None
+    for batch in _parquet_batches(path, piece) if parquet else _part(_batches(path), 0, piece):
         for start in range(0, batch.num_rows, _TABLE_ROWS):
-            yield from _objects(batch.slice(start, _TABLE_ROWS))
+            rows = batch.slice(start, _TABLE_ROWS)
+            yield from enumerate(objects(rows, columns or rows.schema.names), number)
+            number += rows.num_rows
+    if number - piece.first_line != piece.rows:
+        raise _changed(piece)
 
 
 def _parquet_batches(path: Path, piece: Piece) -> Iterator[pa.RecordBatch]:
-    with pq.ParquetFile(path) as parquet:
+    # Columns are read as they are decoded; by default a whole group is read first.
+    with pq.ParquetFile(path, buffer_size=_READ, pre_buffer=False) as parquet:
+        used = [name for name in parquet.schema_arrow.names if name in COLUMNS]
         at = 0
         for group in range(parquet.num_row_groups):
-            if piece.start <= at < piece.end:
-                yield from parquet.iter_batches(batch_size=_TABLE_ROWS, row_groups=[group])
-            at += parquet.metadata.row_group(group).num_rows
+            rows = parquet.metadata.row_group(group).num_rows
+            if at < piece.end and piece.start < at + rows:
+                batches = parquet.iter_batches(batch_size=_TABLE_ROWS, row_groups=[group], columns=used)
+                yield from _part(batches, at, piece)
+            at += rows
 
 
-def _arrow_batches(path: Path, piece: Piece) -> Iterator[pa.RecordBatch]:
-    at = 0
-    for batch in _batches(path):
-        if piece.start <= at < piece.end:
-            yield batch
+def _part(batches: Iterable[pa.RecordBatch], at: int, piece: Piece) -> Iterator[pa.RecordBatch]:
+    """Yield what lies in the piece of successive batches, the first of which begins at row `at`."""
+    for batch in batches:
+        start, stop = max(piece.start - at, 0), min(piece.end - at, batch.num_rows)
+        if start < stop:
+            yield batch.slice(start, stop - start)
         at += batch.num_rows
+        if at >= piece.end:
+            return
 
 
 def _batches(path: Path) -> Iterator[pa.RecordBatch]:
-    """Yield an Arrow file's record batches, one mapped at a time."""
-    with pa.memory_map(str(path)) as stream:
-        if stream.read(6) == b"ARROW1":
-            reader = pa.ipc.open_file(stream)
-            yield from (reader.get_batch(i) for i in range(reader.num_record_batches))
-        else:
-            stream.seek(0)
-            yield from pa.ipc.open_stream(stream)
+    """Yield an Arrow file's record batches, views of the mapped file."""
+    if path.stat().st_size == 0:  # which cannot be mapped
+        raise pa.ArrowInvalid("it is empty")
+    # Not pa.memory_map, which asks the system to read ahead every record batch, wanted or not.
+    with path.open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    stream = pa.BufferReader(pa.py_buffer(mapped))
+    if mapped[:6] == b"ARROW1":
+        reader = pa.ipc.open_file(stream)
+        yield from (reader.get_batch(i) for i in range(reader.num_record_batches))
+    else:
+        yield from pa.ipc.open_stream(stream)
+        _check_end(path, mapped)
 
 
-def _objects(batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:
-    """Yield rows as objects; lists of numbers or truth values stay arrays, without a Python object a number."""
-    columns = [_values(column) for column in batch.columns]
-    for values in zip(*columns, strict=True):
-        yield {name: value for name, value in zip(batch.schema.names, values, strict=True) if value is not None}
-
-
-def _values(column: pa.Array) -> Sequence[Any]:
-    kind = column.type
-    numbers = (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and (
-        pa.types.is_integer(kind.value_type) or pa.types.is_boolean(kind.value_type)
-    )
-    if not numbers or column.null_count or column.flatten().null_count:
-        return [_without_nulls(value) for value in column.to_pylist()]
-    flat = column.flatten().to_numpy(zero_copy_only=False)
-    ends = np.cumsum(column.value_lengths().to_numpy())
-    return np.split(flat, ends[:-1]) if len(column) else []
-
-
-def _without_nulls(value: Any) -> Any:
-    """Drop keys that are null: a table gives every object every key that any of them has."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [_without_nulls(item) for item in value] if value and isinstance(value[0], dict) else value
-    return value
-
-
-def _files_of(folder: Path) -> list[Path]:
-    files = arrow_files(folder)
-    for suffix in SUFFIXES:
-        files = files or sorted(folder.glob(f"*{suffix}"))
-    if not files:
+def _check_end(path: Path, stream: mmap.mmap) -> None:
+    """Refuse a stream without its end: one that was cut between two batches reads as a whole one."""
+    mark = _STREAM_END if stream[:4] == _STREAM_END[:4] else _STREAM_END[4:]  # up to Arrow 0.14 zeros alone
+    if stream[-len(mark) :] != mark:
         raise UserError(
-            f"Folder {folder} holds no {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]} files. Give files, or a folder "
-            "that `datasets` saved (one split, save_to_disk)."
+            f"An Arrow stream must end with its end-of-stream mark, and {path} does not, so it may have lost rows. "
+            "Write it again with the stream closed."
         )
-    return files
+
+
+def _check_file(path: Path) -> None:
+    if not path.exists():
+        raise UserError(f"There is no input file {path}. Give a JSONL, Parquet or Arrow file, or a folder of them.")
+    if not path.is_file():  # a pipe cannot be read twice, a device has no end
+        raise UserError(f"Input {path} must be a regular file, got a pipe or a device. Write its rows to a file.")
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise UserError(f"The name of input {str(path)!a} must be UTF-8, and is not. Rename it.") from None
 
 
 def _unreadable(path: Path, error: Exception) -> UserError:
     return UserError(f"{path} cannot be read: {' '.join(str(error).split())[:200]}. Check the file.")
+
+
+def _changed(piece: Piece) -> UserError:
+    last = piece.first_line + piece.rows - 1
+    return UserError(
+        f"{piece.path} changed while it was read (rows {piece.first_line:,} to {last:,}); run the command again."
+    )

@@ -4,20 +4,32 @@ Lengths come from Arrow's list offsets, and a row is touched only when it is ask
 somebody else wrote (`datasets.save_to_disk`, plain shards) opens as well if it has the columns; without a manifest
 nobody vouches for its tokenizer, so it can be planned but not trained on. writer.py writes datasets.
 
-Shapes: N rows, S tokens of a row.
+Shapes: N rows, S tokens of a row, T tokens of rows that lie end to end.
 """
 
 import bisect
 import json
 import mmap
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 from jaxtyping import Bool, Int
 
-from paceline.data.manifest import NAME, Manifest, Origin, Shard, load_manifest
+from paceline.data.columns import (
+    NEEDED,
+    Lists,
+    aligned_chunks,
+    check_candidates,
+    check_columns,
+    check_ends,
+    check_rows,
+    ends_of,
+    one_line,
+)
+from paceline.data.manifest import NAME, Manifest, Origin, Shard, check_file_name, load_manifest
 from paceline.records import UserError
 
 # `source` and `line` lead from a row back to the input it came from; `tokens_cut` is what truncation took from it.
@@ -31,8 +43,8 @@ SCHEMA = pa.schema(
         ("tokens_cut", pa.int32()),
     ]
 )
-_NEEDED = ("input_ids", "loss_mask")
 _END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
+_COUNTED = 1 << 20  # tokens whose mask is spread out at a time, where it has to be counted
 
 
 class CompletionDataset:
@@ -46,18 +58,33 @@ class CompletionDataset:
         self._id_offsets: list[Int[np.ndarray, " ends"]] = []
         self._masks: list[_Mask] = []
         self._first_row = [0]
-        for ids, mask in ((i, m) for table in tables for i, m in _aligned_chunks(table)):
+        for ids, mask in ((i, m) for table in tables for i, m in aligned_chunks(table)):
             # DLPack and buffers, because pyarrow's own to_numpy imports pandas (0.3 s).
             self._ids.append(np.from_dlpack(ids.values))
             self._id_offsets.append(np.from_dlpack(ids.offsets))
             self._masks.append(_Mask(mask))
             self._first_row.append(self._first_row[-1] + len(ids))
-        parts = [np.diff(offsets) for offsets in self._id_offsets]
-        self.lengths: Int[np.ndarray, " N"] = np.concatenate([np.zeros(0, np.int32), *parts]).astype(np.int32)
-        self.candidates: Int[np.ndarray, " N"] = self._candidates(tables)
+        self._supervised: int | None = None
+        if manifest.version:  # in somebody else's file a column of that name may be anything
+            given = (chunk for table in tables for chunk in table.column("candidates").chunks)
+            self._candidates = [np.from_dlpack(chunk) for chunk in given]
+        else:
+            counted = [counts for mask in self._masks for counts in mask.counts()]
+            self._candidates = [part for _, part in counted]
+            self._supervised = sum(int(part.sum()) for part, _ in counted)
 
     def __len__(self) -> int:
-        return len(self.lengths)
+        return self._first_row[-1]
+
+    @property
+    def lengths(self) -> Int[np.ndarray, " N"]:
+        """Tokens of each row, put together anew from the mapped files, so that nobody holds them without need."""
+        return _joined(np.diff(offsets) for offsets in self._id_offsets)
+
+    @property
+    def candidates(self) -> Int[np.ndarray, " N"]:
+        """How many positions of each row may be anchors (blocks.anchor_candidates), put together anew as well."""
+        return _joined(iter(self._candidates))
 
     @property
     def fingerprint(self) -> str:
@@ -78,21 +105,17 @@ class CompletionDataset:
         for first, ids, offsets in zip(self._first_row, self._ids, self._id_offsets, strict=False):
             yield first, ids[offsets[0] : offsets[-1]], offsets - offsets[0]
 
-    def _candidates(self, tables: Sequence[pa.Table]) -> Int[np.ndarray, " N"]:
-        if all("candidates" in table.column_names for table in tables):
-            chunks = [chunk for table in tables for chunk in table.column("candidates").chunks]
-            parts = [np.from_dlpack(chunk) for chunk in chunks]
-            return np.concatenate([np.zeros(0, np.int32), *parts]).astype(np.int32)
-        from paceline.blocks import anchor_candidates  # imports torch, which a dataset of ours does without
-
-        counts = (len(anchor_candidates(self.row(i)[1])) for i in range(len(self)))
-        return np.fromiter(counts, np.int32, len(self))
+    def supervised(self) -> int:
+        """Return how many tokens are learnt from; reads every mask unless opening has."""
+        if self._supervised is None:
+            return sum(int(part.sum()) for mask in self._masks for part, _ in mask.counts())
+        return self._supervised
 
 
 class _Mask:
     """A chunk of loss masks: bits, or any whole numbers where somebody else wrote the file."""
 
-    def __init__(self, chunk: pa.ListArray) -> None:
+    def __init__(self, chunk: Lists) -> None:
         self._offsets: Int[np.ndarray, " ends"] = np.from_dlpack(chunk.offsets)
         self._values: Int[np.ndarray, " tokens"] | None = None
         values = chunk.values
@@ -103,12 +126,29 @@ class _Mask:
             self._values = np.from_dlpack(values)
 
     def row(self, place: int) -> Bool[np.ndarray, " S"]:
-        first, behind = int(self._offsets[place]), int(self._offsets[place + 1])
+        return self._read(int(self._offsets[place]), int(self._offsets[place + 1]))
+
+    def counts(self) -> Iterator[tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]]:
+        """Yield supervised tokens and anchor candidates of each row, piece by piece of bounded size."""
+        offsets, first = self._offsets, 0
+        while first < len(offsets) - 1:
+            limit = offsets.dtype.type(min(int(offsets[first]) + _COUNTED, int(offsets[-1])))
+            behind = int(np.searchsorted(offsets, limit, side="right")) - 1
+            behind = max(behind, first + 1)  # a row that is longer comes alone
+            ends = offsets[first : behind + 1] - offsets[first]
+            mask_T = self._read(int(offsets[first]), int(offsets[behind]))
+            pairs_T = mask_T.copy()
+            pairs_T[:-1] &= mask_T[1:]
+            pairs_T[ends[1:] - 1] = False  # a row's last token is followed by none of its own
+            yield _row_sums(mask_T, ends), _row_sums(pairs_T, ends)
+            first = behind
+
+    def _read(self, first: int, behind: int) -> Bool[np.ndarray, " T"]:
         if self._values is not None:
             return self._values[first:behind] != 0
         first, behind = first + self._bit0, behind + self._bit0
-        bits_S = np.unpackbits(self._bits[first >> 3 : (behind + 7) >> 3], bitorder="little")
-        return bits_S[first & 7 : (first & 7) + behind - first].view(np.bool_)
+        bits_T = np.unpackbits(self._bits[first >> 3 : (behind + 7) >> 3], bitorder="little")
+        return bits_T[first & 7 : (first & 7) + behind - first].view(np.bool_)
 
 
 def open_dataset(folder: Path) -> CompletionDataset:
@@ -121,9 +161,11 @@ def open_dataset(folder: Path) -> CompletionDataset:
         manifest = load_manifest(folder)
         tables = [_open_shard(folder, shard) for shard in manifest.shards]
         dataset = CompletionDataset(folder, manifest, tables)
-        if len(dataset) != manifest.rows:
+        longest = int(dataset.lengths.max(initial=0))
+        if longest != manifest.longest:
             raise UserError(
-                f"Dataset {folder} holds {len(dataset):,} rows, its manifest says {manifest.rows:,}. Prepare it again."
+                f"The longest row of dataset {folder} has {longest:,} tokens, its manifest says {manifest.longest:,}. "
+                "Prepare it again."
             )
         return dataset
     files = arrow_files(folder)
@@ -131,7 +173,9 @@ def open_dataset(folder: Path) -> CompletionDataset:
         load_manifest(folder)  # raises: what a dataset without one lacks is said there
     tables = [map_file(path) for path in files]
     for path, table in zip(files, tables, strict=True):
-        _check_columns(path, table)
+        check_columns(path, table)
+        check_ends(path, table, "Write it again.")
+        check_rows(path, table)
     dataset = CompletionDataset(folder, _no_manifest(), tables)
     dataset.manifest = _counted(dataset, files)
     return dataset
@@ -152,8 +196,11 @@ def arrow_files(folder: Path) -> list[Path]:
         return sorted(folder.glob("*.arrow"))
     try:
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-        return [folder / item["filename"] for item in state["_data_files"]]
-    except (OSError, ValueError, KeyError, TypeError):
+        names = [item["filename"] for item in state["_data_files"]]
+        for name in names:
+            check_file_name(name)
+        return [folder / name for name in names]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise UserError(
             f"Folder {folder} has no readable state.json, so it is not one that `datasets` saved (one split, "
             "save_to_disk). Give its files one by one, or save it again."
@@ -170,11 +217,12 @@ def map_file(path: Path) -> pa.Table:
         # Not pa.memory_map, which asks the system to read ahead every record batch: 10 GB of a cold disk.
         with path.open("rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        mapped.madvise(mmap.MADV_RANDOM)  # else every look at a batch's offsets reads megabytes behind them
+        _advise(mapped, mmap.MADV_RANDOM)  # else each batch's header may bring megabytes of the ids behind it along
         whole = pa.py_buffer(mapped)
         new = pa.ipc.open_file if mapped[:6] == b"ARROW1" else pa.ipc.open_stream
         table = new(pa.BufferReader(whole)).read_all()
         _read_ahead(mapped, whole.address, table)
+        _advise(mapped, mmap.MADV_NORMAL)  # reading from front to back is many times as fast with reading ahead
         return table
     except (OSError, ValueError, pa.ArrowException) as error:  # ValueError: an empty file cannot be mapped
         reason = " ".join(str(error).split())[:200]
@@ -206,42 +254,32 @@ def _open_shard(folder: Path, shard: Shard) -> pa.Table:
         )
     table = map_file(path)
     if not table.schema.equals(SCHEMA):
-        raise UserError(f"Shard {path} must have the columns {_one_line(SCHEMA)}, got {_one_line(table.schema)}.")
+        raise UserError(f"Shard {path} must have the columns {one_line(SCHEMA)}, got {one_line(table.schema)}.")
     if table.num_rows != shard.rows:
         raise UserError(f"Shard {path} holds {table.num_rows:,} rows, the manifest says {shard.rows:,}. Prepare again.")
+    advice = f"Look at it with `paceline prepare {folder} --verify`."
+    check_ends(path, table, advice)
+    check_candidates(path, table, advice)
+    tokens = sum(int(ends[-1] - ends[0]) for ends in ends_of(table, "input_ids"))
+    if tokens != shard.tokens:
+        raise UserError(f"Shard {path} holds {tokens:,} tokens, the manifest says {shard.tokens:,}. Prepare again.")
     return table
 
 
 def _read_ahead(mapped: mmap.mmap, address: int, table: pa.Table) -> None:
-    """Ask for what opening looks at, all at once: the ends of rows and the candidates."""
-    for name in {"input_ids", "candidates"} & set(table.column_names):
-        for chunk in table.column(name).chunks:
-            buffer = chunk.buffers()[1]
-            if buffer is not None and buffer.size:
-                start = buffer.address - address
+    """Ask for what opening looks at, all at once: the ends of rows and of masks, and the candidates."""
+    looked_at = [c for n, c in zip(table.column_names, table.columns, strict=True) if n in (*NEEDED, "candidates")]
+    for column in looked_at:
+        for buffer in (buffer for chunk in column.chunks for buffer in chunk.buffers()[1:2]):
+            start = buffer.address - address if buffer is not None else -1
+            if 0 <= start < len(mapped):  # decompressed buffers lie elsewhere
                 start -= start % mmap.PAGESIZE
-                mapped.madvise(mmap.MADV_WILLNEED, start, buffer.address + buffer.size - address - start)
+                _advise(mapped, mmap.MADV_WILLNEED, start, buffer.address + buffer.size - address - start)
 
 
-def _check_columns(path: Path, table: pa.Table) -> None:
-    for name in _NEEDED:
-        kind = table.schema.field(name).type if name in table.column_names else pa.null()
-        inner = kind.value_type if pa.types.is_list(kind) or pa.types.is_large_list(kind) else pa.null()
-        if not (pa.types.is_integer(inner) or (name == "loss_mask" and pa.types.is_boolean(inner))):
-            raise UserError(
-                f"{path} must have the columns input_ids (lists of whole numbers) and loss_mask (lists of truth values "
-                f"or 0 and 1), got {_one_line(table.schema)}. Make a dataset with `paceline prepare`."
-            )
-
-
-def _aligned_chunks(table: pa.Table) -> Iterator[tuple[pa.ListArray, pa.ListArray]]:
-    """Yield chunks of ids and masks that hold the same rows, whatever batches the file was written in."""
-    for batch in table.select(_NEEDED).to_batches():
-        ids, mask = batch.columns
-        if ids.null_count or mask.null_count or ids.values.null_count or mask.values.null_count:
-            raise UserError("A dataset's input_ids and loss_mask must hold no null. Make it again with `prepare`.")
-        if len(ids):
-            yield ids, mask
+def _advise(mapped: mmap.mmap, advice: int, *where: int) -> None:
+    with suppress(OSError, ValueError):  # a file system that takes no advice is slower, not wrong
+        mapped.madvise(advice, *where)
 
 
 def _no_manifest() -> Manifest:
@@ -250,7 +288,6 @@ def _no_manifest() -> Manifest:
 
 
 def _counted(dataset: CompletionDataset, files: Sequence[Path]) -> Manifest:
-    supervised = sum(int(dataset.row(i)[1].sum()) for i in range(len(dataset)))
     largest = max((int(ids.max(initial=0)) for _, ids, _ in dataset.chunks()), default=0)
     shards = tuple(Shard(path.name, 0, 0, path.stat().st_size, "") for path in files)
     lengths = dataset.lengths
@@ -258,7 +295,7 @@ def _counted(dataset: CompletionDataset, files: Sequence[Path]) -> Manifest:
         0,
         rows=len(dataset),
         tokens=int(lengths.sum(dtype=np.int64)),
-        supervised_tokens=supervised,
+        supervised_tokens=dataset.supervised(),
         longest=int(lengths.max(initial=0)),
         largest_id=largest,
         fingerprint="",
@@ -267,5 +304,9 @@ def _counted(dataset: CompletionDataset, files: Sequence[Path]) -> Manifest:
     )
 
 
-def _one_line(schema: pa.Schema) -> str:
-    return ", ".join(f"{field.name}: {field.type}" for field in schema)
+def _joined(parts: Iterator[Int[np.ndarray, " n"]]) -> Int[np.ndarray, " N"]:
+    return np.concatenate([np.zeros(0, np.int32), *(part.astype(np.int32, copy=False) for part in parts)])
+
+
+def _row_sums(marks_T: Bool[np.ndarray, " T"], ends: Int[np.ndarray, " ends"]) -> Int[np.ndarray, " n"]:
+    return np.add.reduceat(marks_T, ends[:-1], dtype=np.int32)  # no row is empty

@@ -6,6 +6,7 @@ Shapes: S tokens of a row.
 import errno
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -124,6 +125,13 @@ class DatasetWriter(ShardWriter):
     def complete(self, origin: Origin) -> Manifest:
         """Write what is left and everything beside the data."""
         return seal(self.path.parent, [(self.path.name, self.finish())], origin)
+
+
+def settle(aside: Path, place: Path) -> None:
+    """Give a finished file its name once it is on the disk: no power loss leaves the name without the content."""
+    with aside.open("rb") as file:
+        os.fsync(file.fileno())
+    aside.rename(place)
 
 
 def shard_name(index: int, count: int) -> str:

@@ -103,8 +103,8 @@ def train_in_threads(
 
     def release() -> None:
         source.stop()
-        ahead.close()
         channel.stop()
+        ahead.close()  # last, because it waits for the item that is being built
 
     supervisor = Supervisor(
         [*targets, rank],

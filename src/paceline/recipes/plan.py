@@ -30,6 +30,7 @@ def plan_epoch(what: Path, overrides: list[str], *, seed: int | None, console: C
     _print_losses(lost, share, train, console)
     return {
         **buckets.as_dict(),
+        "datasets": _rows_of_datasets(mixture, console),
         "fill": buckets.tokens / (buckets.batches * settings.token_budget),
         "truncation": lost,
         "anchors": {
@@ -55,6 +56,19 @@ def _settings(what: Path, overrides: list[str], seed: int | None) -> tuple[DataS
         raise UserError(f"--seed is for a dataset folder, got it with {what}. Add train.seed={seed} instead.")
     run: RunSettings = load_settings(what, overrides)
     return run.data, run.train
+
+
+def _rows_of_datasets(mixture: Mixture, console: Console) -> list[dict[str, Any]]:
+    """Return how many rows the first epoch takes of each dataset, and tell of one that it takes none of."""
+    taken = mixture.rows_of_epoch(0)
+    for dataset, weight, rows in zip(mixture.datasets, mixture.weights, taken, strict=True):
+        if not rows:
+            console.line(
+                f"  none of the {len(dataset):,} rows of {dataset.folder} in the first epoch: its weight is "
+                f"{float(weight):g} (data.weights)"
+            )
+    folders = zip(mixture.datasets, taken, strict=True)
+    return [{"folder": str(d.folder), "rows": len(d), "epoch_rows": rows} for d, rows in folders]
 
 
 def _truncation(mixture: Mixture) -> dict[str, int | float]:

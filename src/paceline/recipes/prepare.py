@@ -2,10 +2,11 @@
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from paceline.data import chat, exclude, prepare, sources, verify, writer
+from paceline.data import chat, exclude, prepare, sources, verify, workshop, writer
 from paceline.data.manifest import Origin, tokenizer_fingerprint
 from paceline.data.pieces import Job
 from paceline.data.rows import RowLimits
@@ -42,41 +43,27 @@ def prepare_dataset(
     """
     # 1. Everything that can fail early: the place, the target, the inputs.
     out = out if out.name else out.absolute()  # `.` has no name to put the quarantine beside
+    paths = sources.find_files(inputs)
+    workshop.check_apart([*inputs, *paths], exclude_sets, out)
     facts = load.describe(target, revision)
     if mask_token_id is not None and mask_token_id >= facts.vocab_size:
         raise UserError(
             f"--mask-token-id must be a row of the target's embedding (0..{facts.vocab_size - 1}), got {mask_token_id}."
         )
-    paths = sources.find_files(inputs)
-    _check_apart(paths, out)
-    tokenizer = load.load_tokenizer(target, revision)
-    template = tokenizer.chat_template and chat.chat_template(tokenizer)
     job = Job(
-        chat=chat.ChatEncoder(tokenizer, options or chat.ChatOptions()),
+        chat=chat.ChatEncoder(load.load_tokenizer(target, revision), options or chat.ChatOptions()),
         limits=RowLimits(max_length, on_long, mask_token_id, facts.vocab_size),
         exclude=exclude.read_eval_sets(exclude_sets) if exclude_sets else None,
-        folder=str(prepare.workshop_of(out)),
+        folder=str(workshop.workshop_of(out)),
         stop_at_bad=on_bad == "stop",
     )
     files = [sources.inspect_file(path) for path in paths]
-    fingerprint = tokenizer_fingerprint(tokenizer)
-    origin = Origin(
-        target=facts.name,
-        target_revision=facts.revision,
-        tokenizer=fingerprint,
-        chat_template=hashlib.sha256(template.encode()).hexdigest() if template else None,
-        mask_rule=job.chat.mask_rule,
-        mask_token_id=mask_token_id,
-        sources=[],
-        quarantined={},
-        truncated=0,
-        recipe=prepare.recipe_of(job, files, fingerprint, template),
-    )
+    origin = _origin(facts.name, facts.revision, job, files)
 
     # 2. The dataset, found or made.
     found = None
     if not overwrite:
-        found = prepare.find_prepared(out, origin.recipe, max_quarantined=max_quarantined)
+        found = prepare.find_prepared(out, origin.recipe, max_quarantined=max_quarantined, stop_at_bad=job.stop_at_bad)
         if found is None:
             writer.check_place(out, overwrite=False)
     done = found or prepare.make(
@@ -89,7 +76,7 @@ def prepare_dataset(
         overwrite=overwrite,
         on_progress=on_progress,
     )
-    return _summary(out, done, found=found is not None)
+    return _summary(out, done, job, found=found is not None)
 
 
 def verify_datasets(
@@ -109,6 +96,7 @@ def verify_datasets(
             verify.check_shard(dataset.folder, shard)
             done += 1
             on_progress(done, total)
+        verify.check_counts(dataset)
     return {
         "datasets": [str(folder) for folder in folders],
         "rows": sum(len(dataset) for dataset in datasets),
@@ -118,14 +106,24 @@ def verify_datasets(
     }
 
 
-def _check_apart(paths: list[Path], out: Path) -> None:
-    place = out.resolve()
-    for path in paths:
-        if path.resolve().is_relative_to(place):
-            raise UserError(f"Input {path} lies in {out} (--out), which would be replaced. Choose another --out.")
+def _origin(target: str, revision: str, job: Job, files: list[sources.SourceFile]) -> Origin:
+    tokenizer = job.chat.tokenizer
+    template = tokenizer.chat_template and chat.chat_template(tokenizer)
+    origin = Origin(
+        target=target,
+        target_revision=revision,
+        tokenizer=tokenizer_fingerprint(tokenizer),
+        chat_template=hashlib.sha256(template.encode()).hexdigest() if template else None,
+        mask_rule=job.chat.mask_rule,
+        mask_token_id=job.limits.mask_token_id,
+        sources=[],
+        quarantined={},
+        truncated=0,
+    )
+    return replace(origin, recipe=prepare.recipe_of(job, files, origin))
 
 
-def _summary(out: Path, done: prepare.Prepared, *, found: bool) -> dict[str, Any]:
+def _summary(out: Path, done: prepare.Prepared, job: Job, *, found: bool) -> dict[str, Any]:
     manifest, origin = done.manifest, done.manifest.origin
     return {
         "dataset": str(out),
@@ -143,5 +141,6 @@ def _summary(out: Path, done: prepare.Prepared, *, found: bool) -> dict[str, Any
         "shards": len(manifest.shards),
         "fingerprint": manifest.fingerprint,
         "found": found,
-        "notes": list(done.notes),
+        "eval_prompts": job.exclude.counts if job.exclude else None,
+        "notes": [*done.notes, *([job.exclude.counted] if job.exclude else [])],
     }

@@ -42,8 +42,7 @@ def train(settings: RunSettings, *, console: Console) -> dict[str, Any]:
 
     # 2. The run folder says what made it, and is ours alone. Checksums are compared while the run is under way.
     with checkpoint.claimed(run), closing(BackgroundCheck(mixture.datasets)) as check:
-        batches = watched(batches, check)
-        return _run(settings, facts, mixture, buckets, batches, largest, total_steps, console)
+        return _run(settings, facts, mixture, buckets, batches, check, largest, total_steps, console)
 
 
 def _run(
@@ -52,6 +51,7 @@ def _run(
     mixture: Mixture,
     buckets: BucketTable,
     batches: Iterator[TokenBatch],
+    check: BackgroundCheck,
     largest: TokenBatch,
     total_steps: int,
     console: Console,
@@ -78,11 +78,15 @@ def _run(
             totals.add(report)
             _tell(report, settings, total_steps, events, tick)
 
+        def on_whole(shards: int) -> None:
+            events.write("checksums", shards=shards)
+
+        cut_short = total_steps == settings.train.max_steps
         try:
             drafter = train_in_threads(
                 settings,
                 facts,
-                batches=batches,
+                batches=watched(batches, check, cut_short=cut_short, on_whole=on_whole),
                 largest=largest,
                 total_steps=total_steps,
                 load_ends=lambda: load_ends(facts),

@@ -54,7 +54,8 @@ def check_inputs(settings: RunSettings, facts: TargetFacts, mixture: Mixture, co
         )
     tokenizer = tokenizer_fingerprint(load_tokenizer(facts.name, settings.target.revision))
     for dataset in mixture.datasets:
-        check_fits(dataset.manifest, tokenizer, facts.name)
+        what = f"Dataset {dataset.folder}" if len(mixture.datasets) > 1 else "The dataset"
+        check_fits(dataset.manifest, tokenizer, facts.name, what=what)
         _check_rows(dataset, settings, facts, console)
 
 

@@ -10,6 +10,8 @@ from paceline.target.feature_cache import FeatureCache
 from paceline.target.load import TargetFacts, fingerprint
 from paceline.target.model import FeatureTarget
 
+_IDLE = "waiting for data"
+
 
 class TargetReplica:
     """One copy of the target on one device. `doing` says what it works on, for a message if it fails."""
@@ -52,6 +54,7 @@ class TargetReplica:
 
     def run(self) -> None:
         """Serve token batches until the stream ends."""
+        self.doing = _IDLE
         for tokens in self._source:
             self.doing = f"micro-batch {tokens.seq} (rows {', '.join(map(str, tokens.samples[:8]))})"
             features_TD = self._cache.get(tokens.samples)
@@ -59,6 +62,7 @@ class TargetReplica:
                 features_TD = self._features(tokens)
                 self._cache.put(tokens.samples, features_TD)
             self._deliver(FeatureBatch(tokens, features_TD, blocks.context_positions(tokens.lengths)))
+            self.doing = _IDLE  # the next micro-batch is built while it is asked for, and may be what fails
         self.doing = ""
 
     def _features(self, tokens: TokenBatch) -> torch.Tensor:

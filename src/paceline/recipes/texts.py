@@ -1,0 +1,54 @@
+"""What a person reads when a verb is done. Free of torch."""
+
+from pathlib import Path
+from typing import Any
+
+
+def evaluation_text(report: dict[str, Any]) -> str:
+    """Return what `evaluate` measured."""
+    slots = " ".join(f"{share:.2f}" for share in report["per_slot_acceptance"][1:])
+    speed = report.get("speedup_vs_autoregressive")
+    return "\n".join(
+        [
+            f"acceptance length {report['tau_trained']:.2f} (mean of {report['prompts']} prompts), "
+            f"{report['tau_pooled']:.2f} pooled",
+            f"accepted up to slot 1, 2, ...: {slots}",
+            f"lossless ({report['dtype']}): {'yes' if report['lossless'] else 'NO'}",
+            *([f"speed against plain decoding: {speed:.2f}x"] if speed else []),
+        ]
+    )
+
+
+def demo_text(report: dict[str, Any], run_dir: Path) -> str:
+    """Return what `demo` measured, and where everything is."""
+    return "\n".join(
+        [
+            "",
+            f"untrained acceptance length {report['tau_untrained']:.2f}",
+            evaluation_text(report),
+            f"{report['train_steps']} steps, {report['wall_s']:.0f} s, {report['peak_rss_gib']:.1f} GiB",
+            f"report   {run_dir / 'report.json'}",
+            f"drafter  {run_dir / 'drafter'}",
+            f"export   {report['export_dir']}",
+            f"events   {run_dir / 'events.jsonl'}",
+        ]
+    )
+
+
+def prepared_text(summary: dict[str, Any]) -> str:
+    """Return what became of the rows of `prepare`."""
+    lines = [
+        f"{'Found' if summary['found'] else 'Wrote'} {summary['rows']:,} rows, {summary['tokens']:,} tokens "
+        f"({summary['supervised_share']:.0%} supervised) in {summary['dataset']}."
+    ]
+    if summary["truncated"]:
+        lines.append(
+            f"Truncated {summary['truncated']:,} rows: {summary['tokens_cut']:,} tokens lost, "
+            f"{summary['supervised_cut']:,} of them supervised."
+        )
+    if summary["quarantined"]:
+        refused = sum(summary["quarantined"].values())
+        where = f" in {summary['quarantine']}" if summary["quarantine"] else ""
+        lines.append(f"Quarantined {refused:,} of {summary['rows_read']:,} rows{where}:")
+        lines += [f"  {count:,} {reason}" for reason, count in summary["quarantined"].items()]
+    return "\n".join(lines)
