@@ -1,11 +1,12 @@
 """Tiny random targets and what hangs on them. Everything is on the CPU and comes from seeds."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as the command line does, before torch is loaded
 
+import jaxtyping
 import numpy as np
 import pytest
 import torch
@@ -37,6 +38,20 @@ def _save_tokenizer(folder: Path) -> None:
     PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token="<eos>", mask_token="<mask>", unk_token="<unk>", chat_template=template
     ).save_pretrained(folder)
+
+
+@pytest.fixture(autouse=True)
+def no_machine_profile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whatever `paceline doctor` found on this machine does not decide what the tests run."""
+    monkeypatch.setattr("paceline.recipes.train_checks.profile_path", lambda: tmp_path / "no-machine.json")
+
+
+@pytest.fixture
+def traceable() -> Iterator[None]:
+    """Switch the checks of shapes off, which torch.compile cannot trace."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture(scope="session")

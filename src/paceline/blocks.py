@@ -106,6 +106,27 @@ def block_mask(
     return torch.cat([context_GQC, own_GQK], dim=-1)
 
 
+def block_tiles(
+    start_A: Int[Tensor, " A"], anchor_A: Int[Tensor, " A"], context_slots: int, block_size: int, tile: int
+) -> tuple[Bool[Tensor, "rows columns"], Bool[Tensor, "rows columns"]]:
+    """Return which tiles of `block_mask` (one group) hold something, and which of those hold everything.
+
+    A tile is `tile` queries by `tile` keys. It must hold whole blocks, and context and block slots must be whole tiles.
+    Built from the blocks' intervals, never from the dense mask, so it takes no more than the tiles themselves.
+    """
+    per_tile = tile // block_size
+    start_RI, anchor_RI = start_A.view(-1, 1, per_tile), anchor_A.view(-1, 1, per_tile)
+    low_C1 = torch.arange(0, context_slots, tile, device=start_A.device)[:, None]
+    touched = (start_RI < low_C1 + tile) & (anchor_RI > low_C1) & (start_RI < anchor_RI)
+    covered = (start_RI <= low_C1) & (anchor_RI >= low_C1 + tile)
+    rows = len(start_RI)
+    own = torch.eye(rows, dtype=torch.bool, device=start_A.device)
+    some = torch.cat([touched.any(-1), own], dim=1)
+    # A tile of own slots holds several blocks, which do not see each other: full only if it is a single block.
+    whole = torch.cat([covered.all(-1), own & (per_tile == 1)], dim=1)
+    return some, whole
+
+
 def leading_matches(matches_K: Bool[Tensor, "*A K"]) -> Int[Tensor, "*A"]:
     """Return how many of the drafted slots are right before the first wrong one."""
     return matches_K.long().cumprod(-1).sum(-1)

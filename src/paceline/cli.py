@@ -12,6 +12,18 @@ from typing import Annotated, Any, Literal
 import typer
 
 from paceline import __version__
+from paceline.cli_bench import bench
+from paceline.cli_options import (
+    AsJson,
+    Device,
+    MaskToken,
+    Number,
+    Overwrite,
+    Revision,
+    Target,
+    choose_device,
+    finish,
+)
 from paceline.config import load_settings
 from paceline.observe.console import Console
 from paceline.records import PacelineError, UserError
@@ -24,20 +36,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
-bench = typer.Typer(help="Measure a part of paceline on this machine.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON; progress goes to standard error.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is at the output's place.")]
-Target = Annotated[str, typer.Option(help="Target model: a folder, or a hub id together with --revision.")]
-Revision = Annotated[str | None, typer.Option(help="Commit of the hub id.")]
-Device = Annotated[
-    str | None, typer.Option(help="Where to run, such as cpu or cuda:0. Default: a GPU if there is one.")
-]
-Number = Literal["float32", "bfloat16"]
-MaskToken = Annotated[
-    int | None, typer.Option(min=0, help="Token id of the mask: an embedding row that data never uses.")
-]
 
 
 @app.callback(invoke_without_command=True)
@@ -70,7 +69,7 @@ def init(
         mask_token_id=mask_token_id,
         overwrite=overwrite,
     )
-    _finish(Console(json=json), json, {"settings": str(out), **settings.model_dump(mode="json")}, f"Wrote {out}.")
+    finish(Console(json=json), json, {"settings": str(out), **settings.model_dump(mode="json")}, f"Wrote {out}.")
 
 
 @app.command()
@@ -86,7 +85,7 @@ def demo(
 
     console = Console(json=json)
     report = recipe(run_dir, size_name=size or default_size(), console=console)
-    _finish(console, json, report, demo_text(report, run_dir))
+    finish(console, json, report, demo_text(report, run_dir))
 
 
 @app.command()
@@ -157,7 +156,7 @@ def prepare(
         )
     for note in summary["notes"]:
         console.line(note)
-    _finish(console, json, summary, prepared_text(summary))
+    finish(console, json, summary, prepared_text(summary))
 
 
 @app.command()
@@ -184,13 +183,13 @@ def generate(
         out,
         model=target,
         revision=revision,
-        device=_device(device),
+        device=choose_device(device),
         dtype=dtype,
         max_new_tokens=max_new_tokens,
         rows=rows,
         console=console,
     )
-    _finish(console, json, summary, f"Wrote {summary['prompts']:,} completions to {out}.")
+    finish(console, json, summary, f"Wrote {summary['prompts']:,} completions to {out}.")
 
 
 @app.command()
@@ -209,7 +208,7 @@ def plan(
     from paceline.recipes.plan import plan_epoch
 
     console = Console(json=json)
-    _finish(console, json, plan_epoch(what, overrides or [], seed=seed, console=console), "")
+    finish(console, json, plan_epoch(what, overrides or [], seed=seed, console=console), "")
 
 
 @app.command()
@@ -226,9 +225,7 @@ def train(
 
     console = Console(json=json)
     summary = recipe(tree, console=console)
-    _finish(
-        console, json, summary, f"Trained {summary['train_steps']:,} steps; the drafter is in {summary['drafter']}."
-    )
+    finish(console, json, summary, f"Trained {summary['train_steps']:,} steps; the drafter is in {summary['drafter']}.")
 
 
 @app.command()
@@ -250,7 +247,7 @@ def evaluate(
     report = recipe(
         run_dir,
         prompts,
-        device=_device(device),
+        device=choose_device(device),
         dtype=dtype,
         max_new_tokens=max_new_tokens,
         rows=rows,
@@ -258,7 +255,7 @@ def evaluate(
         untrained_prompts=0,
         console=console,
     )
-    _finish(console, json, report, evaluation_text(report))
+    finish(console, json, report, evaluation_text(report))
 
 
 @app.command()
@@ -274,39 +271,19 @@ def export(
 
     summary = recipe(run_dir, out, dtype=dtype, overwrite=overwrite)
     text = f"Wrote {summary['parameters']:,} parameters ({summary['dtype']}) to {summary['folder']}; read back equal."
-    _finish(Console(json=json), json, summary, text)
+    finish(Console(json=json), json, summary, text)
 
 
-@bench.command("data")
-def bench_data(
-    rows: Annotated[int, typer.Option(min=20_000, help="Short rows that are prepared to watch memory.")] = 1_000_000,
-    target: Annotated[str | None, typer.Option(help="Folder with a tokenizer. Default: the demo's target.")] = None,
-    work: Annotated[Path | None, typer.Option(help="Where to put temporary files.")] = None,
+@app.command()
+def doctor(
+    out: Annotated[Path | None, typer.Option(help="Where to write the machine's profile. Default: the cache.")] = None,
     json: AsJson = False,
 ) -> None:
-    """Data plane: opening, planning, padding, loading and preparing datasets."""
-    from paceline.bench.data import bench_data as measure
+    """Try what this machine can do, one to four minutes; what is found decides train.policy: auto."""
+    from paceline.recipes.doctor import doctor as recipe
 
     console = Console(json=json)
-    _finish(console, json, measure(console=console, rows=rows, target=target, work=work), "")
-
-
-def _device(wanted: str | None) -> str:
-    import torch
-
-    from paceline.runtime.devices import check_device
-
-    if wanted is None:
-        return "cuda:0" if torch.cuda.is_available() else "cpu"
-    check_device(wanted, "--device")
-    return wanted
-
-
-def _finish(console: Console, json: bool, result: dict[str, Any], text: str) -> None:
-    if json:
-        typer.echo(jsonlib.dumps(result, indent=2))
-    elif text:
-        console.line(text)
+    finish(console, json, recipe(console=console, out=out), "")
 
 
 def _check_alone(verb: Callable[..., None], given: dict[str, Any], flag: str, beside: set[str]) -> None:
@@ -327,7 +304,7 @@ def _verify(folders: list[Path], console: Console, json: bool) -> None:
     text = (
         f"{summary['shards']} shards, {summary['bytes']:,} bytes, {summary['rows']:,} rows: all as their manifests say."
     )
-    _finish(console, json, summary, text)
+    finish(console, json, summary, text)
 
 
 def _said(settings: Path | None, out: Path | None) -> dict[str, Any]:

@@ -23,21 +23,6 @@ Count = Annotated[Whole, Field(ge=1)]
 Tokens = Annotated[int, Field(ge=1, le=2**24)]  # of what arrays are made for
 
 
-def default_taps(num_target_layers: int, num_taps: int) -> tuple[int, ...]:
-    """Return the tapped decoder layers (0-based): evenly from the 2nd to the third-to-last layer.
-
-    The formula is the one of the DFlash reference (arXiv 2602.06036): `round(1 + i * (N - 4) / (m - 1))` with halves
-    rounded to even, and `N // 2` for a single tap.
-    """
-    if num_taps == 1:
-        return (num_target_layers // 2,)
-    span = num_target_layers - 4
-    taps = tuple(round(1 + i * span / (num_taps - 1)) for i in range(num_taps))
-    if len(set(taps)) < num_taps:
-        raise UserError(f"A target of {num_target_layers} layers has no {num_taps} distinct taps. Ask for fewer taps.")
-    return taps
-
-
 class Section(BaseModel):
     """A frozen group of settings that refuses unknown keys and numbers that are not finite."""
 
@@ -157,13 +142,18 @@ class TrainSettings(Section):
         "adamw", description="adamw, or muon for matrices with adamw for norms (fewer steps, each dearer)"
     )
     lr: float = Field(6e-4, gt=0, description="peak learning rate")
+    schedule: Literal["cosine", "wsd"] = Field("cosine", description="after the warm-up; wsd: stays until decay_share")
+    decay_share: float = Field(0.2, gt=0, le=1, description="share of the steps in which wsd brings the rate down")
     warmup_share: float = Field(0.04, ge=0, lt=1, description="share of the steps in which the rate rises to lr")
-    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="rate at the end of the cosine, as a share of lr")
+    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="rate at the end, as a share of lr")
     betas: tuple[Decay, Decay] = Field((0.9, 0.95), description="AdamW's moment decays; the second is Muon's momentum")
     weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay of matrices")
     clip: float = Field(1.0, gt=0, description="largest gradient norm")
     gamma: float | None = Field(None, gt=0, description="decay of slot weights, exp(-(k-1)/gamma); null: by block_size")
     dtype: DType = Field("bfloat16", description="number format of the drafter's matrix products; weights are float32")
+    policy: Literal["auto", "eager", "compiled", "captured"] = Field(
+        "auto", description="how the step runs; auto: as `paceline doctor` found possible here; captured needs a GPU"
+    )
     logits_mib: Count = Field(256, description="largest buffer of logits, in MiB")
     seed: int = Field(0, ge=0, lt=2**63, description="seed of initial weights, order and anchors")
     log_every: Count = Field(10, description="optimizer steps between two progress events")
@@ -181,9 +171,9 @@ class PipelineSettings(Section):
     """Which role runs where, and what may wait between them."""
 
     targets: tuple[str, ...] = Field(("cpu",), min_length=1, description="one device a target replica")
-    drafters: tuple[str, ...] = Field(("cpu",), min_length=1, max_length=1, description="the drafter's device")
+    drafters: tuple[str, ...] = Field(("cpu",), min_length=1, description="one device a drafter rank")
     target_threads: Count = Field(1, description="CPU threads of each target replica's matrix products")
-    drafter_threads: Count = Field(1, description="CPU threads of the drafter's matrix products")
+    drafter_threads: Count = Field(1, description="CPU threads of each drafter rank's matrix products")
     credit_gib: float = Field(2.0, gt=0, le=2**20, description="features that may wait for the drafter, in GiB")
     ready_timeout_s: float = Field(600.0, gt=0, le=1e6, description="longest start-up of a role, in seconds")
     feature_cache: Literal["off", "memory", "disk"] = Field(

@@ -6,6 +6,7 @@ import torch
 from paceline import blocks
 from paceline.config import DrafterSettings
 from paceline.decode.draft import DraftSession
+from paceline.drafter.attention import Dense
 from paceline.drafter.ends import FrozenEnds
 from paceline.drafter.model import Drafter
 
@@ -48,7 +49,7 @@ class Inputs:
         mask = blocks.block_mask(self.start, self.anchor, present, C)
         positions = blocks.block_positions(self.position, B).view(1, -1)
         context = drafter.context(self.features, self.positions)
-        return ends.logits(drafter(ends.embed(ids.view(1, -1)), positions, context, mask)).view(3, B, -1)
+        return ends.logits(drafter(ends.embed(ids.view(1, -1)), positions, context, Dense(mask))).view(3, B, -1)
 
 
 @pytest.fixture

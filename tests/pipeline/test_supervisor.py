@@ -8,6 +8,7 @@ import pytest
 
 from paceline.pipeline.supervisor import RoleState, Supervisor
 from paceline.records import RunError
+from paceline.runtime.gate import Gate
 
 
 class Stopped(Exception):
@@ -44,7 +45,7 @@ def supervise(*roles: FakeRole, timeout: float = 5.0) -> list[tuple[str, str]]:
     """Run roles; one that waits does so on an event that the release sets."""
     states: list[RoleState] = []
     supervisor = Supervisor(
-        roles, threads=[1] * len(roles), release=released.set, ended=Stopped, on_state=states.append
+        roles, threads=[1] * len(roles), release=released.set, ended=Stopped, on_state=states.append, gate=Gate()
     )
     try:
         supervisor.run(timeout)
@@ -137,7 +138,9 @@ def test_an_interrupt_of_the_main_thread_releases_the_roles() -> None:
         if state.state == "running":
             raise KeyboardInterrupt
 
-    supervisor = Supervisor([waiting], threads=[1], release=released.set, ended=Stopped, on_state=interrupt)
+    supervisor = Supervisor(
+        [waiting], threads=[1], release=released.set, ended=Stopped, on_state=interrupt, gate=Gate()
+    )
     with pytest.raises(KeyboardInterrupt):
         supervisor.run(5.0)
     assert released.is_set()

@@ -86,6 +86,22 @@ def test_losses_and_weights_are_bit_identical_however_features_are_made(settings
         assert all(torch.equal(other[key], weights[key]) for key in weights), name
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("batches_per_step", [1, 2])
+def test_two_drafter_ranks_make_the_steps_of_one(settings: Any, optimizer: str, batches_per_step: int) -> None:
+    """Sums of sums: only the rounding of a sum in another order differs, whichever rank got how many micro-batches."""
+    changed = {"optimizer": optimizer, "batches_per_step": batches_per_step, "lr": 1e-3}
+    expected, weights = run(settings("one", train=changed))
+    for ranks in (2, 3):
+        losses, other = run(settings(f"ranks{ranks}", train=changed, pipeline={"drafters": ["cpu"] * ranks}))
+        assert losses == pytest.approx(expected, rel=1e-4)
+        for key in weights:
+            torch.testing.assert_close(other[key], weights[key], rtol=0, atol=2e-3)
+    again, _ = run(settings("again", train=changed, pipeline={"drafters": ["cpu"] * 2, "targets": ["cpu"] * 2}))
+    first, _ = run(settings("first", train=changed, pipeline={"drafters": ["cpu"] * 2}))
+    assert again == first, "two ranks are as reproducible as one"
+
+
 LAYOUTS: dict[str, dict[str, object]] = {
     "bucketed": {"layout": "bucketed"},
     "packed": {"layout": "packed", "token_budget": 100},

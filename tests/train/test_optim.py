@@ -1,11 +1,14 @@
-"""The schedule as a function of the step."""
+"""The schedules as functions of the step, and the optimizers against torch's own."""
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from paceline.config import TrainSettings
-from paceline.train.optim import learning_rate
+from paceline.train.optim import Optimizer, learning_rate
 
 
 def test_warm_up_then_cosine() -> None:
@@ -19,5 +22,91 @@ def test_warm_up_then_cosine() -> None:
     assert all(a > b for a, b in pairwise(rates[10:]))
 
 
-def test_one_step_is_a_step() -> None:
-    assert learning_rate(0, 1, TrainSettings(lr=0.5)) == 0.5
+def test_warm_up_then_stable_then_decay() -> None:
+    settings = TrainSettings(lr=1.0, schedule="wsd", warmup_share=0.1, decay_share=0.2, min_lr_ratio=0.5)
+    rates = [learning_rate(step, 100, settings) for step in range(100)]
+    assert rates[:10] == pytest.approx([0.1 * (i + 1) for i in range(10)])
+    assert rates[10:81] == pytest.approx([1.0] * 71)
+    assert rates[90] == pytest.approx(0.75)
+    assert rates[99] == pytest.approx(0.525)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+def test_one_step_is_a_step(schedule: str) -> None:
+    assert learning_rate(0, 1, TrainSettings.model_validate({"lr": 0.5, "schedule": schedule})) == 0.5
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(24, 40, bias=False), nn.LayerNorm(40), nn.Linear(40, 8), nn.Linear(24, 40, bias=False)
+    )
+
+
+def set_gradients(model: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+def settings(optimizer: str) -> TrainSettings:
+    return TrainSettings.model_validate({"optimizer": optimizer, "weight_decay": 0.1, "betas": [0.8, 0.95]})
+
+
+def torchs_own(model: nn.Module, optimizer: str) -> list[torch.optim.Optimizer]:
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    norms = [p for p in model.parameters() if p.ndim == 1]
+    plain = torch.optim.AdamW([{"params": norms, "weight_decay": 0.0}], betas=(0.8, 0.95))
+    if optimizer == "muon":
+        muon = torch.optim.Muon(
+            matrices, weight_decay=0.1, momentum=0.95, nesterov=True, adjust_lr_fn="match_rms_adamw"
+        )
+        return [muon, plain]
+    return [torch.optim.AdamW(matrices, weight_decay=0.1, betas=(0.8, 0.95)), plain]
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_equals_torchs_own(name: str) -> None:
+    ours, theirs = net(), net()
+    optimizer, references = Optimizer(ours, settings(name)), torchs_own(theirs, name)
+    for step in range(6):
+        lr = 1e-2 * (step + 1)
+        set_gradients(ours, step)
+        set_gradients(theirs, step)
+        optimizer.lr.fill_(lr)
+        optimizer.step()
+        for reference in references:
+            for group in reference.param_groups:
+                group["lr"] = lr
+            reference.step()
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        # Muon iterates in bfloat16; products of a batch of matrices may round otherwise than of one.
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=3e-4 if name == "muon" else 1e-6)
+
+
+def state_of(optimizer: Optimizer, model: nn.Module) -> list[torch.Tensor]:
+    tensors: list[Any] = [*model.parameters(), *(optimizer.muon.buffers if optimizer.muon else [])]
+    for state in optimizer.adamw.state.values():
+        tensors += state.values()
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("bad", [1.0, float("nan"), float("inf")])
+def test_a_skipped_step_changes_nothing(name: str, bad: float) -> None:
+    model = net()
+    optimizer = Optimizer(model, settings(name))
+    optimizer.lr.fill_(1e-2)
+    set_gradients(model, 0)
+    optimizer.step()
+    before = state_of(optimizer, model)
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.fill_(bad)
+    optimizer.skip.fill_(1)
+    optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, state_of(optimizer, model), strict=True))
+    optimizer.skip.fill_(0)
+    set_gradients(model, 1)
+    optimizer.step()
+    assert not any(torch.equal(a, b) for a, b in zip(before, state_of(optimizer, model), strict=True))

@@ -8,6 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from paceline import blocks
+from paceline.drafter.attention import Dense
 from paceline.drafter.ends import FrozenEnds
 from paceline.drafter.model import ContextKV, Drafter
 
@@ -52,9 +53,9 @@ class DraftSession:
         present_RB = torch.arange(B, device=ids_RB.device) < sizes_R[:, None]
         reach = min(reach, self.slots)
         start_R1, anchor_R1 = torch.zeros_like(anchors_R)[:, None], anchors_R[:, None]
-        mask = blocks.block_mask(start_R1, anchor_R1, present_RB[:, None], reach)
+        seen = Dense(blocks.block_mask(start_R1, anchor_R1, present_RB[:, None], reach))
         embeds_RBH = self.ends.embed(ids_RB).to(self._store.dtype)
-        return self.drafter(embeds_RBH, blocks.block_positions(anchors_R, B), self._context(len(ids_RB), reach), mask)
+        return self.drafter(embeds_RBH, blocks.block_positions(anchors_R, B), self._context(len(ids_RB), reach), seen)
 
     def _context(self, rows: int, reach: int) -> list[ContextKV]:
         return [(layer[0, :rows, :, :reach], layer[1, :rows, :, :reach]) for layer in self._store]

@@ -20,17 +20,18 @@ class _FrozenHeadLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(head_VH.dtype, torch.float32)
         loss = torch.zeros((), dtype=wide, device=hidden_NH.device)
-        best_N = torch.empty_like(labels_N)
-        grad_NH = torch.empty_like(hidden_NH)
+        # Joined at the end, not written in place: torch.compile up to 2.11 loses what is written into a saved tensor.
+        best, gradients = [], []
         for at in range(0, len(hidden_NH), rows):
             part = slice(at, at + rows)
             labels_R, weights_R = labels_N[part, None], weights_N[part, None].to(wide)
             log_probs_RV = (hidden_NH[part].to(head_VH.dtype) @ head_VH.T).to(wide).log_softmax(-1)
-            loss -= (log_probs_RV.gather(1, labels_R) * weights_R).sum()
-            best_N[part] = log_probs_RV.argmax(-1)
+            loss = loss - (log_probs_RV.gather(1, labels_R) * weights_R).sum()
+            best.append(log_probs_RV.argmax(-1))
             grad_RV = log_probs_RV.exp_()
             grad_RV.scatter_add_(1, labels_R, torch.full_like(weights_R, -1))
-            grad_NH[part] = (grad_RV.mul_(weights_R).to(head_VH.dtype) @ head_VH).to(grad_NH.dtype)
+            gradients.append((grad_RV.mul_(weights_R).to(head_VH.dtype) @ head_VH).to(hidden_NH.dtype))
+        grad_NH, best_N = torch.cat(gradients), torch.cat(best)
         ctx.save_for_backward(grad_NH)
         ctx.mark_non_differentiable(best_N)
         return loss, best_N

@@ -10,13 +10,15 @@ N heads, M key/value heads, E head width.
 """
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from paceline.config import DrafterSettings
+from paceline.drafter.attention import Visibility, attend
 
 ContextKV = tuple[Float[Tensor, "G M C E"], Float[Tensor, "G M C E"]]
 
@@ -44,7 +46,6 @@ class Attention(nn.Module):
     def __init__(self, settings: DrafterSettings, hidden_size: int) -> None:
         super().__init__()
         self.head_dim = settings.head_dim
-        self.groups = settings.heads // settings.kv_heads
         self.q_proj = nn.Linear(hidden_size, settings.heads * settings.head_dim, bias=False)
         self.k_proj = nn.Linear(hidden_size, settings.kv_heads * settings.head_dim, bias=False)
         self.v_proj = nn.Linear(hidden_size, settings.kv_heads * settings.head_dim, bias=False)
@@ -66,13 +67,13 @@ class Attention(nn.Module):
         cos: Tensor,
         sin: Tensor,
         context: ContextKV,
-        mask_GQK: Bool[Tensor, "G Q K"],
+        visibility: Visibility,
     ) -> Float[Tensor, "G Q H"]:
         q_GNQE = rotate(_normed(self.q_norm, self._heads(self.q_proj(x_GQH))), cos, sin)
         own_k, own_v = self.keys_values(x_GQH, cos, sin)
-        k = torch.cat([context[0].to(own_k.dtype), own_k], dim=2).repeat_interleave(self.groups, dim=1)
-        v = torch.cat([context[1].to(own_v.dtype), own_v], dim=2).repeat_interleave(self.groups, dim=1)
-        out_GNQE = F.scaled_dot_product_attention(q_GNQE, k, v, attn_mask=mask_GQK[:, None])
+        k = torch.cat([context[0].to(own_k.dtype), own_k], dim=2)
+        v = torch.cat([context[1].to(own_v.dtype), own_v], dim=2)
+        out_GNQE = attend(q_GNQE, k, v, visibility)
         return self.o_proj(out_GNQE.transpose(1, 2).flatten(2))
 
 
@@ -105,9 +106,9 @@ class Layer(nn.Module):
         cos: Tensor,
         sin: Tensor,
         context: ContextKV,
-        mask_GQK: Bool[Tensor, "G Q K"],
+        visibility: Visibility,
     ) -> Float[Tensor, "G Q H"]:
-        x_GQH = x_GQH + self.self_attn(_normed(self.input_layernorm, x_GQH), cos, sin, context, mask_GQK)
+        x_GQH = x_GQH + self.self_attn(_normed(self.input_layernorm, x_GQH), cos, sin, context, visibility)
         return x_GQH + self.mlp(_normed(self.post_attention_layernorm, x_GQH))
 
 
@@ -125,14 +126,20 @@ class Drafter(nn.Module):
         self.to(torch.float32)  # whatever the process-wide default is while another role loads
 
     def initialise(self, seed: int) -> "Drafter":
-        """Draw weights as Qwen3 does, normal(0, 0.02), on the CPU from a generator of its own; norms are ones."""
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for module in self.modules():
-                if isinstance(module, nn.Linear):
-                    module.weight.copy_(
-                        torch.randn(module.weight.shape, generator=generator, dtype=torch.float32) * 0.02
-                    )
+        """Draw weights as Qwen3 does, normal(0, 0.02), on the CPU; norms are ones.
+
+        Each matrix has a generator of its own, so they are drawn side by side: a billion weights in about a second.
+        """
+        matrices = [module.weight for module in self.modules() if isinstance(module, nn.Linear)]
+
+        def draw(index: int) -> None:
+            generator = torch.Generator().manual_seed((seed + 1) * 0x9E3779B97F4A7C15 + index & 2**63 - 1)
+            drawn = torch.randn(matrices[index].shape, generator=generator, dtype=torch.float32)
+            with torch.no_grad():
+                matrices[index].copy_(drawn * 0.02)
+
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(draw, range(len(matrices))))
         return self
 
     @classmethod
@@ -154,13 +161,13 @@ class Drafter(nn.Module):
         embeds_GQH: Float[Tensor, "G Q H"],
         positions_GQ: Int[Tensor, "G Q"],
         context: list[ContextKV],
-        mask_GQK: Bool[Tensor, "G Q K"],
+        visibility: Visibility,
     ) -> Float[Tensor, "G Q H"]:
         """Return the hidden states that the target's head turns into logits; keys are the context, then the blocks."""
         cos, sin = self._rotary(positions_GQ)
         x_GQH = embeds_GQH
         for layer, layer_context in zip(self.layers, context, strict=True):
-            x_GQH = layer(x_GQH, cos, sin, layer_context, mask_GQK)
+            x_GQH = layer(x_GQH, cos, sin, layer_context, visibility)
         return _normed(self.norm, x_GQH)
 
     def _rotary(self, positions: Int[Tensor, "G Q"]) -> tuple[Tensor, Tensor]:

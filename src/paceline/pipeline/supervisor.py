@@ -1,10 +1,12 @@
 """Runs roles in threads: handshake, start, end; and the first failure ends all.
 
-Every role reports loading, compiling and ready, or its error. The run goes on only when all are ready and agree. A
-role that fails is named with its device, what it was doing and the cause; the others are woken and leave at their next
-batch; who has not left after a grace is left behind in its daemon thread; nothing hangs.
+Every role reports loading, compiling and ready, or its error. Roles load side by side and warm one after the other,
+each alone (see Gate). The run goes on only when all are ready and agree. A role that fails is named with its device,
+what it was doing and the cause; the others are woken and leave at their next batch; who has not left after a grace is
+left behind in its daemon thread; nothing hangs.
 """
 
+import contextvars
 import queue
 import threading
 import time
@@ -16,6 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from paceline.records import PacelineError, RunError
+from paceline.runtime.gate import Gate
 
 GRACE_S = 5.0  # how long other roles may take to leave after a failure
 
@@ -58,11 +61,13 @@ class Supervisor:
         *,
         threads: Sequence[int],
         release: Callable[[], None],
-        ended: type[BaseException],
+        ended: type[BaseException] | tuple[type[BaseException], ...],
         on_state: Callable[[RoleState], None],
+        gate: Gate,
+        on_ready: Callable[[], None] = lambda: None,
     ) -> None:
         self._roles, self._cpu_threads, self._release, self._ended = roles, threads, release, ended
-        self._on_state = on_state
+        self._on_state, self._gate, self._on_ready = on_state, gate, on_ready
         self._reports: queue.Queue[RoleState] = queue.Queue()
         self._go = threading.Event()
         self._stopping = False
@@ -75,13 +80,17 @@ class Supervisor:
             RunError: a role failed, disagreed or was not ready in time.
         """
         self._threads = [
-            threading.Thread(target=self._body, args=(role, count), name=role.name, daemon=True)
+            # In a copy of this context: since torch 2.12 dynamo's and inductor's settings are context variables.
+            threading.Thread(
+                target=contextvars.copy_context().run, args=(self._body, role, count), name=role.name, daemon=True
+            )
             for role, count in zip(self._roles, self._cpu_threads, strict=True)
         ]
         try:
             for thread in self._threads:
                 thread.start()
             self.wait_until_ready(ready_timeout_s)
+            self._on_ready()
             self._go.set()
             self._collect("done", deadline=None)
         finally:
@@ -132,10 +141,12 @@ class Supervisor:
             if torch.device(role.device).type == "cuda":
                 torch.cuda.set_device(role.device)
             tell("loading")
-            role.load()
+            with self._gate.work():
+                role.load()
             self._leave_if_stopping()
             tell("compiling")
-            facts = role.warm()
+            with self._gate.alone():
+                facts = role.warm()
             tell("ready", facts=facts)
             self._go.wait()
             self._leave_if_stopping()
@@ -149,7 +160,7 @@ class Supervisor:
 
     def _leave_if_stopping(self) -> None:
         if self._stopping:
-            raise self._ended
+            raise self._ended[0] if isinstance(self._ended, tuple) else self._ended
 
     def _stop(self) -> None:
         self._stopping = True

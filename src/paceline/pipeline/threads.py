@@ -6,7 +6,9 @@ drafter sees the same stream with one replica as with five.
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from threading import BrokenBarrierError
 
 import torch
 
@@ -15,12 +17,16 @@ from paceline.data.prefetch import Prefetch
 from paceline.drafter.ends import FrozenEnds
 from paceline.drafter.model import Drafter
 from paceline.pipeline.channel import Closed, OrderedChannel
+from paceline.pipeline.dealer import Dealer
 from paceline.pipeline.supervisor import RoleState, Supervisor
 from paceline.records import StepReport, TokenBatch
+from paceline.runtime.compiling import Policy, forbid_recompiles, warm_compiler
+from paceline.runtime.gate import Gate
 from paceline.target.feature_cache import DiskCache, FeatureCache, MemoryCache, NoCache
 from paceline.target.load import TargetFacts
 from paceline.target.replica import TargetReplica
 from paceline.train.rank import DrafterRank
+from paceline.train.ranks import Meeting
 
 
 class Dispenser:
@@ -61,10 +67,14 @@ def train_in_threads(
     largest: TokenBatch,
     total_steps: int,
     load_ends: Callable[[], FrozenEnds],
+    policy: Policy,
     on_step: Callable[[StepReport], None],
     on_state: Callable[[RoleState], None],
-) -> Drafter:
-    """Train a drafter with one thread a role and return it.
+    on_recompile: Callable[[str], None],
+) -> tuple[Drafter, int]:
+    """Train a drafter with one thread a role; return it and how often a step would have been compiled again.
+
+    `on_recompile` gets the guard that failed whenever a step does not fit what was compiled and runs uncompiled.
 
     Raises:
         RunError: a role failed; it is named with its device and cause, and no role is left running for long.
@@ -72,6 +82,7 @@ def train_in_threads(
     pipeline = settings.pipeline
     channel = OrderedChannel(int(pipeline.credit_gib * 2**30))
     ahead = Prefetch(batches, settings.data.prefetch)
+    gate = Gate()
     source = Dispenser(ahead, on_end=channel.finish)
     cache = make_cache(pipeline, Path(settings.run_dir))
     targets = [
@@ -86,39 +97,57 @@ def train_in_threads(
             source=iter(source),
             cache=cache,
             deliver=channel.put,
+            gate=gate,
         )
         for index, device in enumerate(pipeline.targets)
     ]
-    rank = DrafterRank(
-        pipeline.drafters[0],
-        drafter=settings.drafter,
-        train=settings.train,
-        hidden_size=facts.hidden_size,
-        target_revision=facts.revision,
-        load_ends=load_ends,
-        source=channel,
-        total_steps=total_steps,
-        on_step=on_step,
-    )
+    dealer = Dealer(channel, len(pipeline.drafters))
+    meeting = Meeting(len(pipeline.drafters))
+    ranks = [
+        DrafterRank(
+            rank,
+            device,
+            drafter=settings.drafter,
+            train=settings.train,
+            hidden_size=facts.hidden_size,
+            target_revision=facts.revision,
+            load_ends=load_ends,
+            source=dealer.stream(rank),
+            meeting=meeting,
+            total_steps=total_steps,
+            on_step=on_step,
+            policy=policy,
+            gate=gate,
+            alarm=on_recompile,
+        )
+        for rank, device in enumerate(pipeline.drafters)
+    ]
 
     def release() -> None:
         source.stop()
         channel.stop()
+        meeting.end()
         ahead.close()  # last, because it waits for the item that is being built
 
+    settled = ExitStack()
     supervisor = Supervisor(
-        [*targets, rank],
-        threads=[pipeline.target_threads] * len(targets) + [pipeline.drafter_threads],
+        [*targets, *ranks],
+        threads=[pipeline.target_threads] * len(targets) + [pipeline.drafter_threads] * len(ranks),
         release=release,
-        ended=Closed,
+        ended=(Closed, BrokenBarrierError),
         on_state=on_state,
+        gate=gate,
+        on_ready=lambda: settled.enter_context(forbid_recompiles()),
     )
+    if policy != "eager":
+        warm_compiler(pipeline.drafters[0])
     try:
-        supervisor.run(pipeline.ready_timeout_s)
+        with settled:
+            supervisor.run(pipeline.ready_timeout_s)
     finally:
         ahead.close()
         cache.close()
-    return rank.drafter
+    return ranks[0].drafter, sum(rank.recompiles for rank in ranks)
 
 
 def make_cache(pipeline: PipelineSettings, run: Path) -> FeatureCache:

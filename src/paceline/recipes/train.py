@@ -19,8 +19,9 @@ from paceline.observe.events import EventLog
 from paceline.pipeline.supervisor import RoleState
 from paceline.pipeline.threads import train_in_threads
 from paceline.recipes.plan import print_buckets
-from paceline.recipes.train_checks import check_inputs, check_run_folder
+from paceline.recipes.train_checks import check_inputs, check_run_folder, choose_policy
 from paceline.records import StepReport, TokenBatch
+from paceline.runtime.compiling import Policy
 from paceline.target.load import TargetFacts, describe, load_ends
 
 
@@ -39,10 +40,11 @@ def train(settings: RunSettings, *, console: Console) -> dict[str, Any]:
     batches = loader.micro_batches(mixture, settings.data, settings.train, B, pin=pin)
     largest = loader.largest_micro_batch(mixture, settings.data, settings.train, B)
     print_buckets(buckets, console)
+    policy = choose_policy(settings, console)
 
     # 2. The run folder says what made it, and is ours alone. Checksums are compared while the run is under way.
     with checkpoint.claimed(run), closing(BackgroundCheck(mixture.datasets)) as check:
-        return _run(settings, facts, mixture, buckets, batches, check, largest, total_steps, console)
+        return _run(settings, facts, mixture, buckets, batches, check, largest, total_steps, policy, console)
 
 
 def _run(
@@ -54,6 +56,7 @@ def _run(
     check: BackgroundCheck,
     largest: TokenBatch,
     total_steps: int,
+    policy: Policy,
     console: Console,
 ) -> dict[str, Any]:
     run = Path(settings.run_dir)
@@ -81,17 +84,23 @@ def _run(
         def on_whole(shards: int) -> None:
             events.write("checksums", shards=shards)
 
+        def on_recompile(guard: str) -> None:
+            events.write("recompile", guard=guard)
+            console.line(f"  a step did not fit what was compiled and ran without: {guard[:200]}")
+
         cut_short = total_steps == settings.train.max_steps
         try:
-            drafter = train_in_threads(
+            drafter, recompiles = train_in_threads(
                 settings,
                 facts,
                 batches=watched(batches, check, cut_short=cut_short, on_whole=on_whole),
                 largest=largest,
                 total_steps=total_steps,
                 load_ends=lambda: load_ends(facts),
+                policy=policy,
                 on_step=on_step,
                 on_state=on_state,
+                on_recompile=on_recompile,
             )
         except BaseException as error:
             kind = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
@@ -106,6 +115,8 @@ def _run(
             "loss": totals.last_loss,
             "real_anchor_share": totals.blocks / max(totals.anchor_slots, 1),
             "padding_share": 1 - totals.tokens / max(totals.padded_tokens, 1),
+            "policy": policy,
+            "recompiles": recompiles,
             "train_s": round(time.monotonic() - began, 1),
         }
         events.write("trained", **summary)

@@ -3,13 +3,18 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from paceline.config import RunSettings
 from paceline.data.manifest import check_fits, tokenizer_fingerprint
 from paceline.data.mixture import Mixture
 from paceline.data.store import CompletionDataset, find_token
+from paceline.drafter.attention import TILE, fits_tiles
 from paceline.observe.console import Console
 from paceline.records import UserError
+from paceline.runtime.compiling import Policy
 from paceline.runtime.devices import check_device
+from paceline.runtime.profile import load_profile, profile_path, this_machine
 from paceline.target.load import TargetFacts, load_tokenizer
 from paceline.target.model import check_taps
 
@@ -85,3 +90,35 @@ def _check_rows(dataset: CompletionDataset, settings: RunSettings, facts: Target
             f"Token ids must lie in 0..{facts.vocab_size - 1} for {facts.name}, but {dataset.folder} holds "
             f"{made.largest_id}: the dataset is damaged. Prepare it again."
         )
+
+
+def choose_policy(settings: RunSettings, console: Console) -> Policy:
+    """Return how the drafter's step runs: as train.policy says, or as `paceline doctor` found possible here.
+
+    Raises:
+        UserError: train.policy asks for what these devices or this shape cannot do.
+    """
+    wanted, train = settings.train.policy, settings.train
+    on_gpu = all(torch.device(name).type == "cuda" for name in settings.pipeline.drafters)
+    if wanted == "captured" and not on_gpu:
+        raise UserError(
+            f"train.policy: captured needs CUDA devices in pipeline.drafters, got {list(settings.pipeline.drafters)}. "
+            "Set train.policy to compiled or eager."
+        )
+    policy: Policy
+    if wanted == "auto":
+        profile, reason = load_profile(profile_path(), this_machine())
+        policy = profile.policy if profile else "eager"
+        policy = "compiled" if policy == "captured" and not on_gpu else policy
+        console.line(f"  policy {policy}: {profile.reason if profile else reason}")
+    else:
+        policy = wanted
+    if policy != "eager" and on_gpu:
+        slots = settings.drafter.block_size * train.anchor_slots
+        if not fits_tiles(train.context_slots, train.anchor_slots, settings.drafter.block_size):
+            raise UserError(
+                f"On a GPU, policy {policy} needs train.context_slots ({train.context_slots:,}) and "
+                f"train.anchor_slots × drafter.block_size ({slots:,}) to be multiples of {TILE}, and block_size "
+                f"to divide {TILE}. Change them, or set train.policy to eager."
+            )
+    return policy

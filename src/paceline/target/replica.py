@@ -6,6 +6,7 @@ import torch
 
 from paceline import blocks
 from paceline.records import FeatureBatch, TokenBatch
+from paceline.runtime.gate import Gate
 from paceline.target.feature_cache import FeatureCache
 from paceline.target.load import TargetFacts, fingerprint
 from paceline.target.model import FeatureTarget
@@ -29,10 +30,12 @@ class TargetReplica:
         source: Iterator[TokenBatch],
         cache: FeatureCache,
         deliver: Callable[[FeatureBatch], None],
+        gate: Gate,
     ) -> None:
         self.name, self.device, self.doing = f"target replica {index}", device, ""
         self._facts, self._taps, self._dtype, self._wire = facts, taps, dtype, wire
-        self._largest, self._source, self._cache, self._deliver = largest, source, cache, deliver
+        self._largest, self._source, self._cache = largest, source, cache
+        self._deliver, self._gate = deliver, gate
 
     def load(self) -> None:
         """Load the weights."""
@@ -57,10 +60,11 @@ class TargetReplica:
         self.doing = _IDLE
         for tokens in self._source:
             self.doing = f"micro-batch {tokens.seq} (rows {', '.join(map(str, tokens.samples[:8]))})"
-            features_TD = self._cache.get(tokens.samples)
-            if features_TD is None:
-                features_TD = self._features(tokens)
-                self._cache.put(tokens.samples, features_TD)
+            with self._gate.work():
+                features_TD = self._cache.get(tokens.samples)
+                if features_TD is None:
+                    features_TD = self._features(tokens)
+                    self._cache.put(tokens.samples, features_TD)
             self._deliver(FeatureBatch(tokens, features_TD, blocks.context_positions(tokens.lengths)))
             self.doing = _IDLE  # the next micro-batch is built while it is asked for, and may be what fails
         self.doing = ""

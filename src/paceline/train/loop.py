@@ -2,34 +2,55 @@
 
 import math
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 
-from paceline.records import FeatureBatch, RunError, StepReport
+from paceline.records import FeatureBatch, RunError, StepReport, TokenBatch
 from paceline.train.optim import learning_rate
 from paceline.train.step import DrafterStep
 
+# A micro-batch of this rank, or None; and the micro-batch that closes the step, this rank's or another's.
+Dealt = tuple[FeatureBatch | None, TokenBatch | None]
+
+
+def alone(batches: Iterable[FeatureBatch]) -> Iterable[Dealt]:
+    """Yield what a rank gets that is the only one."""
+    return ((batch, batch.tokens if batch.tokens.closes_step else None) for batch in batches)
+
 
 def train_loop(
-    step: DrafterStep, batches: Iterable[FeatureBatch], *, total_steps: int, on_step: Callable[[StepReport], None]
+    step: DrafterStep,
+    dealt: Iterable[Dealt],
+    *,
+    total_steps: int,
+    on_step: Callable[[StepReport], None],
+    meet: Callable[[DrafterStep], None] = lambda step: None,
+    work: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
     """Train on feature batches in their order and hand every optimizer step's sums to `on_step`.
+
+    `meet` sums what the ranks have at the end of a step. `work` is held around each unit of work (see Gate), never
+    while this rank waits for a batch or for other ranks.
 
     Raises:
         RunError: the loss or the gradient norm of a step is not finite.
     """
     step.clear()
-    for batch in batches:
-        step.load(batch)
-        step.micro()
-        if not batch.tokens.closes_step:
+    for batch, closing in dealt:
+        if batch is not None:
+            with work():
+                step.load(batch)
+                step.micro()
+        if closing is None:
             continue
-        lr = learning_rate(batch.tokens.step, total_steps, step.settings)
-        norm = step.divide()
-        report = step.report(batch, lr, norm)
+        meet(step)
+        lr = learning_rate(closing.step, total_steps, step.settings)
+        with work():
+            step.update(lr)
+            report = step.report(closing, lr)
+            step.clear()
         if not math.isfinite(report.loss) or not math.isfinite(report.grad_norm):
             raise RunError(
                 f"Loss {report.loss} with gradient norm {report.grad_norm} at step {report.step} is not finite and "
-                f"was not applied; its last micro-batch held rows {list(batch.tokens.samples)}. Lower train.lr."
+                f"was not applied; its last micro-batch held rows {list(closing.samples)}. Lower train.lr."
             )
-        step.update(lr, norm)
         on_step(report)
-        step.clear()

@@ -1,34 +1,34 @@
 """The drafter's step at its one shape: C context slots and A anchors, whatever the micro-batch holds.
 
-`load` copies a micro-batch into static buffers, `micro` adds its gradients and sums, `divide` makes means of them,
-`update` clips and steps. Sums cross the boundary, never means, so a step does not depend on how it was cut into
-micro-batches. Unused slots are masked and add nothing.
+`load` copies a micro-batch into static buffers, `micro` adds its gradients and sums, `update` makes means of them,
+clips and steps. Sums cross the boundary, never means, so a step does not depend on how it was cut into micro-batches.
+Unused slots are masked and add nothing.
+
+Between `micro` and `update` gradients may be summed over other ranks; both work on static buffers and never wait for
+the device, so each can be captured as a CUDA graph. Matrix products run in the weights' working copy (bfloat16 or the
+weights themselves), sums, moments and weights are float32.
 
 Shapes: C context slots, A anchors, B block slots, D = m * H feature width, Q = A * B.
 """
 
+import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from paceline import blocks
 from paceline.config import TrainSettings
+from paceline.drafter.attention import Dense, Visibility, fits_tiles, sparse
 from paceline.drafter.ends import FrozenEnds
 from paceline.drafter.loss import frozen_head_loss
 from paceline.drafter.model import Drafter
-from paceline.records import FeatureBatch, StepReport
-from paceline.train.optim import make_optimizers, set_learning_rate
-
-
-@dataclass(slots=True)
-class _Counts:
-    """What the host knows of the step without asking the device."""
-
-    blocks: int = 0
-    anchor_slots: int = 0
-    tokens: int = 0
-    padded_tokens: int = 0
+from paceline.records import FeatureBatch, StepReport, TokenBatch
+from paceline.runtime.capture import Captured, new_pool
+from paceline.runtime.compiling import OneShape, Policy
+from paceline.train.optim import Optimizer
 
 
 @dataclass(slots=True, eq=False)
@@ -46,16 +46,30 @@ class _Buffers:
 
 
 class DrafterStep:
-    """The drafter, its optimizer and the static buffers of one device."""
+    """The drafter, its optimizer and the static buffers of one device.
 
-    def __init__(self, drafter: Drafter, ends: FrozenEnds, settings: TrainSettings) -> None:
-        self.drafter, self.settings = drafter, settings
-        weight = self.drafter.fc.weight
+    `drafter` holds the weights that are trained and saved. `policy` says how the step runs: `eager`, `compiled`, or
+    `captured`, which needs a CUDA device; the latter two become so in `warm`.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        ends: FrozenEnds,
+        settings: TrainSettings,
+        *,
+        policy: Policy = "eager",
+        alarm: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        self.drafter, self.settings, self.policy = drafter, settings, policy
+        weight = drafter.fc.weight
         self.device, self.dtype = weight.device, weight.dtype
-        shape = self.drafter.settings
-        C, A, B = self.settings.context_slots, self.settings.anchor_slots, shape.block_size
-        self.autocast = self.settings.dtype == "bfloat16"
-        wire = torch.bfloat16 if self.autocast else self.dtype
+        shape = drafter.settings
+        C, A, B = settings.context_slots, settings.anchor_slots, shape.block_size
+        mixed = settings.dtype == "bfloat16"
+        wire = torch.bfloat16 if mixed else self.dtype
+        self._working = _working_copy(drafter) if mixed else drafter
+        self._leaves = list(self._working.parameters())
         # Head products run in the compute format; the loss itself is float32 or wider.
         self.ends = ends.to(self.device, wire)
 
@@ -63,7 +77,7 @@ class DrafterStep:
             return torch.zeros(size, dtype=dtype, device=self.device)
 
         self.buffers = _Buffers(
-            features_CD=zeros(C, self.drafter.fc.in_features, dtype=wire),
+            features_CD=zeros(C, drafter.fc.in_features, dtype=wire),
             positions_C=zeros(C),
             start_A=zeros(A),
             anchor_A=zeros(A),
@@ -72,14 +86,27 @@ class DrafterStep:
             labels_AB=zeros(A, B),
             valid_AB=zeros(A, B, dtype=torch.bool),
         )
-        gamma = self.settings.gamma or blocks.default_gamma(B)
+        gamma = settings.gamma or blocks.default_gamma(B)
         self.weights_B = blocks.slot_weights(B, gamma).to(self.device)
         self.sums = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss, weight
         self.prefixes = torch.zeros(2, B - 1, dtype=torch.long, device=self.device)  # accepted, available
-        self.counts = _Counts()
-        self.optimizers = make_optimizers(self.drafter, self.settings)
-        for parameter in self.drafter.parameters():
-            parameter.grad = torch.zeros_like(parameter)
+        self.norm = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.apply = torch.ones((), device=self.device)  # 0: update leaves weights, moments and step count as they are
+        # Blocks, anchor slots, tokens and padded tokens; a tensor, to be summed over ranks like the rest.
+        self.counts_4 = torch.zeros(4, dtype=torch.float64, device=self.device)
+        self.optimizer = Optimizer(drafter, settings)
+        self.gradients = _flat_gradients(drafter)
+        self._sparse = policy != "eager" and self.device.type == "cuda" and fits_tiles(C, A, B)
+        self._loss: Callable[[Visibility], tuple[Tensor, Tensor]] = self._forward
+        if policy != "eager":
+            self._loss = OneShape(self._forward, instead=self._forward_densely, alarm=alarm)
+        self._micro: Callable[[], None] = self._run_micro
+        self._update: Callable[[], None] = self._run_update
+
+    @property
+    def recompiles(self) -> int:
+        """Calls that torch would have compiled again after warm-up."""
+        return self._loss.recompiles if isinstance(self._loss, OneShape) else 0
 
     def load(self, batch: FeatureBatch) -> None:
         """Copy a micro-batch into the buffers; what it does not fill is masked."""
@@ -100,83 +127,142 @@ class DrafterStep:
         ):
             buffer[:K].copy_(values, non_blocking=values.is_pinned())  # which is not given out again before its copy
             buffer[K:].zero_()
-        self.counts.blocks += K
-        self.counts.anchor_slots += len(to.anchor_A)
-        self.counts.tokens += tokens.num_tokens
-        self.counts.padded_tokens += tokens.input_ids.numel()
+        counts = (K, len(to.anchor_A), tokens.num_tokens, tokens.input_ids.numel())
+        self.counts_4 += torch.tensor(counts, dtype=torch.float64).to(self.device, non_blocking=True)
 
     def micro(self) -> None:
         """Run forward, loss and backward on the loaded micro-batch and add to gradients and sums."""
+        self._micro()
+
+    def update(self, lr: float) -> None:
+        """Divide the summed gradients by the summed weight, clip them and step at rate `lr`.
+
+        `norm` then holds the gradients' norm before clipping. A norm that is not finite is never applied.
+        """
+        self.optimizer.lr.fill_(lr)
+        self._update()
+
+    def warm(self) -> None:
+        """Compile and capture at the one shape with every slot masked; nothing stays changed. Run this alone."""
+        self.clear()
+        self.apply.zero_()
+        self._run_micro()  # compiles; without a compiler, a rehearsal of the memory
+        self._run_update()
+        if self.policy == "captured":
+            pool = new_pool()
+            self._micro = Captured(self._run_micro, device=self.device, pool=pool)
+            self._update = Captured(self._run_update, device=self.device, pool=pool)
+        self.apply.fill_(1)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget gradients, sums and counts, as before a step's first micro-batch."""
+        self.gradients.zero_()
+        self.sums.zero_()
+        self.prefixes.zero_()
+        self.counts_4.zero_()
+
+    def shared(self) -> list[Tensor]:
+        """Return what ranks sum before an update."""
+        return [self.gradients, self.sums, self.prefixes, self.counts_4]
+
+    def report(self, closing: TokenBatch, lr: float) -> StepReport:
+        """Return the sums of the step that a micro-batch closes (waits for the device)."""
+        everything = (self.sums, self.norm[None], self.counts_4, self.prefixes.flatten().double())
+        loss_sum, weight_sum, norm, *counts = torch.cat(everything).tolist()
+        blocks_, anchor_slots, tokens, padded_tokens, *prefixes = map(int, counts)
+        slots = self.prefixes.shape[1]
+        return StepReport(
+            step=closing.step,
+            epoch=closing.epoch,
+            loss_sum=loss_sum,
+            weight_sum=weight_sum,
+            accepted_K=tuple(prefixes[:slots]),
+            available_K=tuple(prefixes[slots:]),
+            blocks=blocks_,
+            anchor_slots=anchor_slots,
+            tokens=tokens,
+            padded_tokens=padded_tokens,
+            lr=lr,
+            grad_norm=norm,
+        )
+
+    def _run_micro(self) -> None:
+        valid_AB = self.buffers.valid_AB
+        loss, hits = self._loss(self._visibility())
+        gradients = torch.autograd.grad(loss, self._leaves)
+        torch._foreach_add_([p.grad for p in self.drafter.parameters() if p.grad is not None], gradients)
+        weights_AB = valid_AB * self.weights_B
+        valid_AK = valid_AB[:, 1:]
+        right_AK = hits.view_as(valid_AK) & valid_AK
+        self.sums += torch.stack([loss.detach().double(), weights_AB.sum()])
+        self.prefixes += torch.stack([m.long().cumprod(-1).sum(0) for m in (right_AK, valid_AK)])
+
+    def _run_update(self) -> None:
+        self.gradients.div_(self.sums[1].clamp_min(1e-30).to(self.dtype))
+        norm = torch.linalg.vector_norm(self.gradients)
+        self.gradients.mul_((self.settings.clip / (norm + 1e-6)).clamp(max=1.0))
+        self.norm.copy_(norm)
+        self.optimizer.skip.copy_(1 - self.apply * torch.isfinite(norm))
+        self.optimizer.step()
+        if self._working is not self.drafter:
+            with torch.no_grad():
+                torch._foreach_copy_(list[Tensor](self._leaves), list[Tensor](self.drafter.parameters()))
+
+    def _visibility(self) -> Visibility:
         own, B = self.buffers, len(self.weights_B)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
-            hidden_AQH = self._hidden()
+        if self._sparse:
+            return sparse(own.start_A, own.anchor_A, len(own.positions_C), B)
+        return self._dense()
+
+    def _dense(self) -> Dense:
+        own = self.buffers
+        present_AB = torch.ones_like(own.valid_AB)
+        return Dense(blocks.block_mask(own.start_A[None], own.anchor_A[None], present_AB[None], len(own.positions_C)))
+
+    def _forward(self, visibility: Visibility) -> tuple[Float[Tensor, ""], Bool[Tensor, " N"]]:
+        """Return the sum of weighted losses and which slots behind the anchors were right."""
+        own, hidden_AQH = self.buffers, self._hidden(visibility)
         weights_AB = own.valid_AB * self.weights_B
         # Slot 0 is known; dropping it saves its share of the head's work.
-        loss, hits = frozen_head_loss(
+        return frozen_head_loss(
             hidden_AQH[:, 1:].flatten(0, 1),
             self.ends.head_VH,
             own.labels_AB[:, 1:].flatten(),
             weights_AB[:, 1:].flatten(),
             logits_bytes=self.settings.logits_mib << 20,
         )
-        loss.backward()
-        valid_AK = own.valid_AB[:, 1:]
-        right_AK = hits.view(-1, B - 1) & valid_AK
-        self.sums += torch.stack([loss.detach().double(), weights_AB.sum()])
-        self.prefixes += torch.stack([m.long().cumprod(-1).sum(0) for m in (right_AK, valid_AK)])
 
-    def _hidden(self) -> Tensor:
+    def _forward_densely(self, visibility: Visibility) -> tuple[Float[Tensor, ""], Bool[Tensor, " N"]]:
+        return self._forward(self._dense())
+
+    def _hidden(self, visibility: Visibility) -> Float[Tensor, "A B H"]:
         own, B = self.buffers, len(self.weights_B)
-        present_AB = torch.ones_like(own.valid_AB)
-        mask = blocks.block_mask(own.start_A[None], own.anchor_A[None], present_AB[None], len(own.positions_C))
         ids_AB = blocks.block_ids(own.token_A, self.drafter.settings.mask_token_id, B)
-        embeds_1QH = self.ends.embed(ids_AB.view(1, -1)).to(self.dtype)
+        embeds_1QH = self.ends.embed(ids_AB.view(1, -1)).to(own.features_CD.dtype)
         positions_1Q = blocks.block_positions(own.position_A, B).view(1, -1)
-        context = self.drafter.context(own.features_CD[None], own.positions_C[None])
-        return self.drafter(embeds_1QH, positions_1Q, context, mask).view(*ids_AB.shape, -1)
+        context = self._working.context(own.features_CD[None], own.positions_C[None])
+        return self._working(embeds_1QH, positions_1Q, context, visibility).view(*ids_AB.shape, -1)
 
-    def divide(self) -> Tensor:
-        """Divide the summed gradients by the summed weight and return their norm; weights are as before."""
-        gradients = [p.grad for p in self.drafter.parameters() if p.grad is not None]
-        torch._foreach_div_(gradients, self.sums[1].clamp_min(1e-30).to(self.dtype))
-        return torch.nn.utils.get_total_norm(gradients)
 
-    def update(self, lr: float, norm: Tensor) -> None:
-        """Clip the divided gradients, whose norm is `norm`, and step at rate `lr`."""
-        torch.nn.utils.clip_grads_with_norm_(self.drafter.parameters(), self.settings.clip, norm)
-        set_learning_rate(self.optimizers, lr)
-        for optimizer in self.optimizers:
-            optimizer.step()
+def _flat_gradients(drafter: Drafter) -> Tensor:
+    """Give every weight a gradient that is a view of one buffer, and return the buffer.
 
-    def rehearse(self) -> None:
-        """Run micro and update at the one shape with every slot masked, for their memory; nothing stays changed."""
-        self.micro()
-        self.update(0.0, self.divide())
-        self.optimizers = make_optimizers(self.drafter, self.settings)  # forget that a step was counted
-        self.clear()
+    Ranks then sum one tensor, and dividing, norm and clipping are one operation each. Views begin at multiples of 64
+    entries, as vectorised kernels need.
+    """
+    parameters = list(drafter.parameters())
+    sizes = [-(-p.numel() // 64) * 64 for p in parameters]
+    flat = torch.zeros(sum(sizes), dtype=parameters[0].dtype, device=parameters[0].device)
+    for parameter, part in zip(parameters, flat.split(sizes), strict=True):
+        parameter.grad = part[: parameter.numel()].view_as(parameter)
+    return flat
 
-    def clear(self) -> None:
-        """Forget gradients, sums and counts, as before a step's first micro-batch."""
-        torch._foreach_zero_([p.grad for p in self.drafter.parameters() if p.grad is not None])
-        self.sums.zero_()
-        self.prefixes.zero_()
-        self.counts = _Counts()
 
-    def report(self, batch: FeatureBatch, lr: float, norm: Tensor) -> StepReport:
-        """Return the sums of the step that `batch` closes (waits for the device)."""
-        loss_sum, weight_sum = self.sums.tolist()
-        accepted_K, available_K = self.prefixes.tolist()
-        return StepReport(
-            step=batch.tokens.step,
-            epoch=batch.tokens.epoch,
-            loss_sum=loss_sum,
-            weight_sum=weight_sum,
-            accepted_K=tuple(accepted_K),
-            available_K=tuple(available_K),
-            blocks=self.counts.blocks,
-            anchor_slots=self.counts.anchor_slots,
-            tokens=self.counts.tokens,
-            padded_tokens=self.counts.padded_tokens,
-            lr=lr,
-            grad_norm=float(norm),
-        )
+def _working_copy(drafter: Drafter) -> Drafter:
+    """Return a copy whose matrices are bfloat16; norms keep their precision."""
+    working = copy.deepcopy(drafter)
+    for parameter in working.parameters():
+        if parameter.ndim > 1:
+            parameter.data = parameter.data.bfloat16()
+    return working

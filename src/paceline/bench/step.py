@@ -1,0 +1,242 @@
+"""`paceline bench step`: the drafter's step under every policy, in a worker thread as in a run.
+
+Shapes: C context slots, T real tokens, D feature width, K anchors in use, B block slots.
+"""
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline import blocks
+from paceline.bench.lengths import run_lengths
+from paceline.bench.shapes import Shape
+from paceline.drafter.ends import FrozenEnds
+from paceline.drafter.model import Drafter
+from paceline.observe.console import Console
+from paceline.records import BlockSet, FeatureBatch, RunError, TokenBatch
+from paceline.runtime.compiling import Policy, forbid_recompiles, warm_compiler
+from paceline.train.step import DrafterStep
+
+_BATCHES = 4  # different micro-batches that are trained on in turns
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is measured, with how much beside it."""
+
+    shape: Shape
+    device: str
+    dtype: str
+    steps: int
+    noise: int  # threads that run forwards of a small model meanwhile
+    hog: bool  # a thread that holds the interpreter
+
+
+def bench_step(work: Work, policies: Sequence[Policy], console: Console) -> list[dict[str, Any]]:
+    """Measure each policy and return a row for each.
+
+    Raises:
+        RunError: a policy failed; its cause is told.
+    """
+    warm_compiler(work.device)
+    rows = []
+    peak = _matrix_peak(work.device) if torch.device(work.device).type == "cuda" else None
+    for policy in policies:
+        console.stage(f"{work.shape.name} {policy}")
+        row = _in_thread(lambda policy=policy: _measure(work, policy, peak))  # type: ignore[misc]
+        rows.append(row)
+        console.line("  " + "  ".join(f"{key} {_short(value)}" for key, value in row.items() if key != "shape"))
+    return rows
+
+
+def feature_batches(shape: Shape, device: torch.device, dtype: torch.dtype, count: int) -> list[FeatureBatch]:
+    """Return micro-batches of random features with lengths as in the run that paceline is modelled on."""
+    lengths = np.minimum(run_lengths(20_000), shape.context_slots)
+    generator = torch.Generator(device=device).manual_seed(0)
+    made, at = [], 0
+    for seq in range(count):
+        taken: list[int] = []
+        while (
+            sum(taken) + lengths[at] <= shape.context_slots
+            and (len(taken) + 1) * shape.anchors_per_sample <= shape.anchor_slots
+        ):
+            taken.append(int(lengths[at]))
+            at += 1
+        made.append(_batch(shape, taken or [int(lengths[at])], seq, generator, dtype))
+        at += not taken
+    return made
+
+
+def _batch(shape: Shape, lengths: list[int], seq: int, generator: torch.Generator, dtype: torch.dtype) -> FeatureBatch:
+    device, B = generator.device, shape.drafter.block_size
+    parts = []
+    start = 0
+    for row, length in enumerate(lengths):
+        candidates = np.arange(length // 4, length - 1)  # a quarter is the prompt
+        drawn = torch.from_numpy(
+            blocks.sample_anchors(candidates, shape.anchors_per_sample, seed=0, epoch=seq, sample=row)
+        )
+        parts.append((torch.full_like(drawn, start), start + drawn, drawn))
+        start += length
+    start_K, anchor_K, position_K = (torch.cat(columns) for columns in zip(*parts, strict=True))
+    ends_K = torch.repeat_interleave(torch.cumsum(torch.tensor(lengths), 0), torch.tensor([len(p[0]) for p in parts]))
+    valid_KB = anchor_K[:, None] + torch.arange(B) < ends_K[:, None]
+    valid_KB[:, 0] = False
+    labels_KB = torch.randint(0, shape.vocab_size, valid_KB.shape) * valid_KB
+    tokens_K = torch.randint(0, shape.vocab_size, anchor_K.shape)
+    ids = torch.zeros(len(lengths), max(lengths), dtype=torch.long)
+    places = torch.cat([torch.arange(n) + row * max(lengths) for row, n in enumerate(lengths)])
+    block_set = BlockSet(start_K, anchor_K, position_K, tokens_K, labels_KB, valid_KB)
+    record = TokenBatch(seq, 0, seq, True, tuple(range(len(lengths))), ids, tuple(lengths), places, block_set)
+    width = len(shape.drafter.taps) * shape.hidden_size
+    features = torch.randn(start, width, device=device, generator=generator).to(dtype)
+    return FeatureBatch(record, features, blocks.context_positions(lengths))
+
+
+def _measure(work: Work, policy: Policy, peak: float | None) -> dict[str, Any]:
+    shape, device = work.shape, torch.device(work.device)
+    cuda = device.type == "cuda"
+    if cuda:
+        torch.cuda.set_device(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    wire = torch.bfloat16 if work.dtype == "bfloat16" else torch.float32
+    began = time.perf_counter()
+    drafter = Drafter(shape.drafter, shape.hidden_size).initialise(0).to(device)
+    generator = torch.Generator(device=device).manual_seed(1)
+    embed = torch.randn(shape.vocab_size, shape.hidden_size, device=device, generator=generator).to(wire) * 0.02
+    step = DrafterStep(
+        drafter, FrozenEnds(embed, embed.clone()), shape.train_settings(work.dtype), policy=policy, alarm=print
+    )
+    step.warm()
+    batches = feature_batches(shape, device, wire, _BATCHES)
+    _one(step, batches[0])
+    _wait(device)
+    first_step_s = time.perf_counter() - began
+    with forbid_recompiles(), _beside(work):
+        times = _times(step, batches, work.steps, device)
+    flops = [shape.flops(b.tokens.lengths, _visible(b), len(b.tokens.blocks.anchor_K)) for b in batches]
+    median = statistics.median(times)
+    rate = statistics.mean(flops) / median
+    return {
+        "policy": policy,
+        "shape": shape.name,
+        "step_ms": round(1e3 * median, 3),
+        "blocks_per_s": round(statistics.mean(len(b.tokens.blocks.anchor_K) for b in batches) / median, 1),
+        "tflops": round(rate / 1e12, 2),
+        "peak_share": round(rate / peak, 4) if peak else None,
+        "peak_gib": round(torch.cuda.max_memory_allocated(device) / 2**30, 3) if cuda else None,
+        "reserved_gib": round(torch.cuda.max_memory_reserved(device) / 2**30, 3) if cuda else None,
+        "recompiles": step.recompiles,
+        "first_step_s": round(first_step_s, 1),
+        "steps": work.steps,
+        "noise": work.noise,
+        "hog": work.hog,
+    }
+
+
+def _one(step: DrafterStep, batch: FeatureBatch) -> None:
+    step.load(batch)
+    step.micro()
+    step.update(1e-5)
+    step.clear()
+
+
+def _times(step: DrafterStep, batches: list[FeatureBatch], count: int, device: torch.device) -> list[float]:
+    """Return seconds a step. Steps are queued and waited for ten at a time, as a run queues them."""
+    group = 10 if device.type == "cuda" else 1
+    times = []
+    for at in range(0, count, group):
+        began = time.perf_counter()
+        for i in range(group):
+            _one(step, batches[(at + i) % len(batches)])
+        _wait(device)
+        times.append((time.perf_counter() - began) / group)
+    return times
+
+
+class _beside:
+    """Threads that work while the block lasts: forwards of a small model, or Python that never lets go."""
+
+    def __init__(self, work: Work) -> None:
+        self._stop = threading.Event()
+        targets: list[Callable[[], None]] = [lambda: _forwards(work.device, self._stop)] * work.noise
+        if work.hog:
+            targets.append(lambda: _spin(self._stop))
+        self._threads = [threading.Thread(target=target, daemon=True) for target in targets]
+
+    def __enter__(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+
+def _forwards(device: str, stop: threading.Event) -> None:
+    model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(30)]).to(device)
+    x = torch.zeros(64, 256, device=device)
+    stream = torch.cuda.Stream(device) if torch.device(device).type == "cuda" else None
+    with torch.inference_mode(), torch.cuda.stream(stream):
+        while not stop.is_set():
+            model(x)
+            if stream is not None:
+                stream.synchronize()
+
+
+def _spin(stop: threading.Event) -> None:
+    count = 0
+    while not stop.is_set():
+        count += 1
+
+
+def _visible(batch: FeatureBatch) -> int:
+    own = batch.tokens.blocks
+    return int((own.anchor_K - own.start_K).sum())
+
+
+def _matrix_peak(device: str) -> float:
+    """Return the operations a second of a large bfloat16 matrix product here."""
+    a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
+    for _ in range(3):
+        a @ a
+    torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    for _ in range(20):
+        a @ a
+    torch.cuda.synchronize(device)
+    return 20 * 2 * 8192**3 / (time.perf_counter() - began)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _in_thread(call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    box: dict[str, Any] = {}
+
+    def body() -> None:
+        try:
+            box["row"] = call()
+        except BaseException as error:
+            box["error"] = error
+
+    thread = threading.Thread(target=body, name="drafter rank 0")
+    thread.start()
+    thread.join()
+    if "error" in box:
+        error = box["error"]
+        raise RunError(f"The step failed: {type(error).__name__}: {error or '<empty message>'}") from error
+    return dict(box["row"])
+
+
+def _short(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

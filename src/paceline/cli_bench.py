@@ -1,0 +1,55 @@
+"""The commands of `paceline bench`."""
+
+from pathlib import Path
+from typing import Annotated, Literal, cast, get_args
+
+import typer
+
+from paceline.cli_options import AsJson, Device, Number, choose_device, finish
+from paceline.observe.console import Console
+from paceline.records import UserError
+
+Policy = Literal["eager", "compiled", "captured"]
+bench = typer.Typer(help="Measure a part of paceline on this machine.", no_args_is_help=True)
+
+
+@bench.command("data")
+def bench_data(
+    rows: Annotated[int, typer.Option(min=20_000, help="Short rows that are prepared to watch memory.")] = 1_000_000,
+    target: Annotated[str | None, typer.Option(help="Folder with a tokenizer. Default: the demo's target.")] = None,
+    work: Annotated[Path | None, typer.Option(help="Where to put temporary files.")] = None,
+    json: AsJson = False,
+) -> None:
+    """Data plane: opening, planning, padding, loading and preparing datasets."""
+    from paceline.bench.data import bench_data as measure
+
+    console = Console(json=json)
+    finish(console, json, measure(console=console, rows=rows, target=target, work=work), "")
+
+
+@bench.command("step")
+def bench_step(
+    shape: Annotated[Literal["tiny", "small", "qwen3-8b"], typer.Option(help="Which drafter.")] = "small",
+    policy: Annotated[
+        list[str] | None, typer.Option(metavar="eager|compiled|captured", help="How it runs; several: in this order.")
+    ] = None,
+    device: Device = None,
+    dtype: Annotated[Number, typer.Option(help="Number format of matrix products.")] = "bfloat16",
+    steps: Annotated[int, typer.Option(min=1, help="Steps that are timed.")] = 500,
+    noise: Annotated[int, typer.Option(min=0, help="Threads that run forwards of a small model beside it.")] = 0,
+    hog: Annotated[bool, typer.Option("--hog", help="A thread beside it that holds the interpreter.")] = False,
+    json: AsJson = False,
+) -> None:
+    """The drafter's step under each policy, in a worker thread as in a run."""
+    unknown = sorted(set(policy or []) - set(get_args(Policy)))
+    if unknown:
+        raise UserError(f"--policy is one of {', '.join(get_args(Policy))}, got {unknown[0]!r}.")
+    where = choose_device(device)
+    from paceline.bench.shapes import SHAPES
+    from paceline.bench.step import Work
+    from paceline.bench.step import bench_step as measure
+
+    console = Console(json=json)
+    all_here = get_args(Policy) if where.startswith("cuda") else ("eager", "compiled")
+    policies = cast(tuple[Policy, ...], tuple(policy or all_here))
+    finish(console, json, measure(Work(SHAPES[shape], where, dtype, steps, noise, hog), policies, console), "")

@@ -1,0 +1,52 @@
+"""A CUDA graph of one unit of work, captured by hand in the thread that replays it.
+
+`capture_error_mode="thread_local"` lets other threads allocate and synchronise meanwhile; only this thread may not. No
+other thread may draw from the device's default generator while a capture is open, so every role has its own.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class Captured:
+    """A unit of work over static buffers as a graph; calling it replays the graph on the current stream.
+
+    Everything it allocated while captured stays in its pool. Units that share a pool must be replayed in the order in
+    which they were captured.
+    """
+
+    def __init__(
+        self,
+        work: Callable[[], None],
+        *,
+        device: torch.device,
+        pool: Any,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        """Warm the work up on a side stream and capture it. Run this alone (see Gate)."""
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        self._graph = torch.cuda.CUDAGraph()
+        if generator is not None:
+            self._graph.register_generator_state(generator)
+        # Backward in the capturing thread: a graph holds what its own thread does.
+        with torch.autograd.set_multithreading_enabled(False):
+            with torch.cuda.stream(stream):
+                for _ in range(2):
+                    work()
+            torch.cuda.current_stream(device).wait_stream(stream)
+            torch.cuda.synchronize(device)
+            with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                work()
+        torch.cuda.synchronize(device)
+
+    def __call__(self) -> None:
+        """Replay."""
+        self._graph.replay()
+
+
+def new_pool() -> Any:
+    """Return a private memory pool for graphs."""
+    return torch.cuda.graph_pool_handle()

@@ -1,0 +1,100 @@
+"""torch.compile as roles use it: one shape, no named mode, no CUDA graphs inside, and a recompile is an alarm.
+
+Since torch 2.12 the settings of dynamo and inductor are context variables that a new thread does not inherit, so
+everything is passed to `torch.compile` itself. The stance after warm-up is process-wide; see `forbid_recompiles`.
+"""
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+
+from paceline.records import UserError
+
+Policy = Literal["eager", "compiled", "captured"]
+# Never a named mode: modes switch cudagraphs on behind `triton.cudagraphs`, and cannot be combined with options.
+OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"triton.cudagraphs": False}
+_STANCE = "fail_on_recompile"
+
+
+class OneShape:
+    """A function compiled for the one shape it is called with; anything else runs `instead` and sounds an alarm.
+
+    `recompiles` counts calls that torch would have compiled again after `forbid_recompiles`; `alarm` gets the guard
+    that failed, in torch's words. `instead` must not need a compiler either.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        instead: Callable[..., Any],
+        alarm: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        self.recompiles = 0
+        self._instead, self._alarm = instead, alarm
+        self._compiled = torch.compile(function, fullgraph=True, dynamic=False, options=OPTIONS)
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the compiled function."""
+        try:
+            return self._compiled(*args)
+        except RuntimeError as error:
+            if _STANCE not in str(error):
+                raise
+            self.recompiles += 1
+            self._alarm(" ".join(str(error).split()))
+        return self._instead(*args)
+
+
+@contextmanager
+def forbid_recompiles() -> Iterator[None]:
+    """Let nothing in the process be compiled while the block lasts; every OneShape is warm by then."""
+    torch.compiler.set_stance(_STANCE)
+    try:
+        yield
+    finally:
+        torch.compiler.set_stance("default")
+
+
+def check_mode(mode: str) -> None:
+    """Refuse a named mode that uses CUDA graphs in a worker thread, whatever the version of torch.
+
+    CUDAGraph Trees keep their state in the thread that imported them (to torch 2.12), free pending outputs of every
+    thread at each step mark, and share a compiled callable between threads (to 2.14).
+
+    Raises:
+        UserError: the mode is unknown, or its options turn CUDA graphs on and this is not the main thread.
+    """
+    from torch import _inductor
+
+    known = _inductor.list_mode_options()
+    if mode not in known:
+        raise UserError(f"There is no compile mode {mode!r}. torch {torch.__version__} knows {', '.join(known)}.")
+    on = [name for name, value in known[mode].items() if "cudagraph" in name and value]
+    if on and threading.current_thread() is not threading.main_thread():
+        raise UserError(
+            f"Compile mode {mode!r} turns {on[0]} on, which is not used in worker threads (here "
+            f"{threading.current_thread().name}): CUDAGraph Trees keep state by thread. Use policy captured, which "
+            "captures the compiled step itself."
+        )
+
+
+def warm_compiler(device: str) -> None:
+    """Compile something trivial for the device in the main thread, before roles start.
+
+    The first code generation of inductor traces a module once, which patches nn.Module for every thread.
+    """
+    torch.compile(_trivial, dynamic=False, options=OPTIONS)(torch.ones(8, device=device))
+
+
+def takes_recompile_limit() -> bool:
+    """Return whether this torch lets a compiled function have a limit of its own (from 2.12)."""
+    return "recompile_limit" in inspect.signature(torch.compile).parameters
+
+
+def _trivial(x: torch.Tensor) -> torch.Tensor:
+    return x * 2 + 1

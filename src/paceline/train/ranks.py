@@ -1,0 +1,52 @@
+"""Several drafter ranks in one process: what each sums, summed over all of them.
+
+Sums and counts cross between ranks, never means, so two ranks with a micro-batch each make the step of one rank with
+both. Every rank then holds the same numbers and makes the same update, so their weights stay equal bit for bit.
+"""
+
+import threading
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class Meeting:
+    """Where the ranks of a process sum their buffers at the end of a step."""
+
+    def __init__(self, ranks: int) -> None:
+        self._given: list[Sequence[Tensor]] = [()] * ranks
+        self._barrier = threading.Barrier(ranks)
+
+    def reduce(self, rank: int, buffers: Sequence[Tensor]) -> None:
+        """Replace each buffer by its sum over the ranks; waits for all of them.
+
+        On CUDA devices of their own, ranks sum with NCCL; elsewhere rank 0 sums in the order of ranks, so the result
+        does not depend on who comes first.
+
+        Raises:
+            BrokenBarrierError: the meeting was ended because another role failed.
+        """
+        self._given[rank] = buffers
+        self._barrier.wait()
+        if rank == 0:
+            _sum(self._given)
+        self._barrier.wait()
+
+    def end(self) -> None:
+        """Wake who waits, and let nobody meet any more."""
+        self._barrier.abort()
+
+
+def _sum(given: Sequence[Sequence[Tensor]]) -> None:
+    devices = {buffers[0].device for buffers in given}
+    apart = len(devices) == len(given) and all(device.type == "cuda" for device in devices)
+    for parts in zip(*given, strict=True):
+        if apart and len(parts) > 1:
+            torch.cuda.nccl.all_reduce(list(parts))
+            continue
+        first, *others = parts
+        for other in others:
+            first += other.to(first.device)
+        for other in others:
+            other.copy_(first)

@@ -1,0 +1,238 @@
+"""Compiling in threads: what reaches them, what is refused, and what the gate is for."""
+
+import contextvars
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.records import UserError
+from paceline.runtime.compiling import OPTIONS, OneShape, check_mode, forbid_recompiles, warm_compiler
+
+pytestmark = pytest.mark.usefixtures("traceable")
+
+
+def in_thread(call: Callable[[], Any]) -> Any:
+    box: dict[str, Any] = {}
+
+    def body() -> None:
+        try:
+            box["value"] = call()
+        except BaseException as error:
+            box["error"] = error
+
+    thread = threading.Thread(target=body, name="drafter rank 0")
+    thread.start()
+    thread.join()
+    if "error" in box:
+        raise box["error"]
+    return box["value"]
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_modes_with_cuda_graphs_are_refused_in_worker_threads(mode: str) -> None:
+    with pytest.raises(UserError, match=rf"'{mode}' turns triton\.cudagraphs on.*drafter rank 0.*captured"):
+        in_thread(lambda: check_mode(mode))
+    check_mode(mode)  # the main thread may
+
+
+def test_other_modes_pass_and_unknown_ones_are_named() -> None:
+    in_thread(lambda: check_mode("max-autotune-no-cudagraphs"))
+    with pytest.raises(UserError, match="no compile mode 'fast'.*reduce-overhead"):
+        check_mode("fast")
+
+
+def test_one_shape_runs_compiled_and_sounds_an_alarm_on_another() -> None:
+    calls: list[str] = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        if not torch.compiler.is_compiling():
+            calls.append("eager")
+        return (x * 3).sin()
+
+    def instead(x: torch.Tensor) -> torch.Tensor:
+        calls.append("instead")
+        return (x * 3).sin()
+
+    reasons: list[str] = []
+    one = OneShape(function, instead=instead, alarm=reasons.append)
+
+    def run() -> None:
+        warm_compiler("cpu")
+        x = torch.arange(6.0)
+        torch.testing.assert_close(one(x), (x * 3).sin())
+        with forbid_recompiles():
+            one(x)
+            assert (one.recompiles, calls) == (0, [])
+            y = torch.arange(8.0)
+            torch.testing.assert_close(one(y), (y * 3).sin())
+        assert (one.recompiles, calls) == (1, ["instead"])
+
+    in_thread(run)
+    assert "size" in reasons[0], "the guard is named"
+    assert "function" in reasons[0]
+
+
+def test_errors_of_the_function_are_not_taken_for_recompiles() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x @ torch.ones(7, 2)
+
+    one = OneShape(function, instead=function)
+    with pytest.raises(Exception, match="size|shape|mat"):
+        one(torch.ones(3, 3))
+    assert one.recompiles == 0
+
+
+def test_settings_reach_a_thread_only_by_its_context() -> None:
+    """Why options go to torch.compile itself and roles run in a copy of the context."""
+    import torch._inductor.config as inductor
+
+    def read() -> str:
+        return str(inductor.comment_origin)
+
+    with inductor.patch(comment_origin=not inductor.comment_origin):
+        here = read()
+        context = contextvars.copy_context()
+        assert in_thread(lambda: context.run(read)) == here
+        if in_thread(read) == here:
+            pytest.skip("this torch keeps settings for the process")
+
+
+def test_options_reach_inductor_in_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._inductor.compile_fx as compile_fx
+
+    seen: list[Any] = []
+    real = compile_fx.compile_fx
+
+    def watched(*args: Any, **more: Any) -> Any:
+        seen.append((more.get("config_patches") or {}).get("triton.cudagraphs"))
+        return real(*args, **more)
+
+    monkeypatch.setattr(compile_fx, "compile_fx", watched)
+    assert OPTIONS == {"triton.cudagraphs": False}
+    one = OneShape(lambda x: x.cos() + 1, instead=lambda x: x)
+    torch.testing.assert_close(in_thread(lambda: one(torch.ones(5))), torch.ones(5).cos() + 1)
+    assert seen[0] is False
+
+
+CHILD = """
+import threading, time, torch
+from paceline.runtime.gate import Gate
+from paceline.runtime.compiling import OneShape, warm_compiler
+
+def net():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*[torch.nn.Linear(16, 16) for _ in range(3)])
+
+gate, stop, errors = Gate(), threading.Event(), []
+USE_GATE = {gated}
+from contextlib import nullcontext
+work = gate.work if USE_GATE else nullcontext
+alone = gate.alone if USE_GATE else nullcontext
+
+def train():
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    x = torch.ones(4, 16)
+    while not stop.is_set():
+        try:
+            with work():
+                optimizer.zero_grad()
+                model(x).square().sum().backward()
+                optimizer.step()
+        except BaseException as error:
+            errors.append(f"{{type(error).__name__}}: {{error}}")
+
+threads = [threading.Thread(target=train, daemon=True) for _ in range(2)]
+"""
+
+
+def child(code: str, *, gated: bool = True) -> subprocess.CompletedProcess[str]:
+    text = textwrap.dedent(CHILD).format(gated=gated) + textwrap.dedent(code)
+    return subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=280)
+
+
+def test_threads_train_while_another_compiles_again_and_again_under_the_gate() -> None:
+    done = child("""
+        warm_compiler("cpu")
+        for t in threads: t.start()
+        for n in range(30):
+            with alone():
+                one = torch.compile(lambda x: (x * n).sin().sum(), backend="aot_eager", dynamic=False)
+                one(torch.ones(n + 2, requires_grad=True)).backward()
+        stop.set()
+        for t in threads: t.join()
+        print("errors", len(errors), errors[:1])
+    """)
+    assert done.returncode == 0, done.stderr[-800:]
+    assert "errors 0 []" in done.stdout
+
+
+def test_without_the_gate_modules_die_while_another_thread_traces() -> None:
+    """The hazard itself, forced: tracing patches nn.Module for the whole process."""
+    done = child(
+        """
+        import torch.fx
+        for t in threads: t.start()
+        model = net()
+        until = time.monotonic() + 60
+        while not errors and time.monotonic() < until:
+            with alone():
+                torch.fx.symbolic_trace(model)
+        stop.set()
+        print("errors", bool(errors), errors[:1])
+        """,
+        gated=False,
+    )
+    assert "errors True" in done.stdout, done.stdout + done.stderr[-800:]
+
+
+def test_with_the_gate_modules_live_while_another_thread_traces() -> None:
+    done = child("""
+        import torch.fx
+        for t in threads: t.start()
+        model = net()
+        for _ in range(200):
+            with alone():
+                torch.fx.symbolic_trace(model)
+        stop.set()
+        for t in threads: t.join()
+        print("errors", bool(errors), errors[:1])
+    """)
+    assert "errors False" in done.stdout, done.stdout + done.stderr[-800:]
+
+
+RESET = """
+    one = torch.compile(lambda x: (x * 2).sin(), backend="eager", dynamic=False)
+    def warm():
+        x = torch.ones(8)
+        while not stop.is_set():
+            with work():
+                for _ in range(20):
+                    one(x)
+    threads = [threading.Thread(target=warm, daemon=True) for _ in range(4)]
+    one(torch.ones(8))
+    for t in threads: t.start()
+    for _ in range(60):
+        with alone():
+            torch._dynamo.reset()
+    stop.set()
+    for t in threads: t.join()
+    print("survived")
+"""
+
+
+def test_a_reset_under_warm_code_kills_the_process() -> None:
+    done = child(RESET, gated=False)
+    assert done.returncode < 0, "this torch survives it: the gate need not forbid it any more"
+
+
+def test_a_reset_under_the_gate_is_safe() -> None:
+    done = child(RESET)
+    assert done.returncode == 0, done.stderr[-800:]
+    assert "survived" in done.stdout
