@@ -32,6 +32,7 @@ from paceline.decode.draft import DraftSession
 from paceline.decode.evaluate import acceptance
 from paceline.decode.generate import generate
 from paceline.decode.speculate import speculate
+from paceline.drafter.attention import Dense
 from paceline.drafter.ends import FrozenEnds
 from paceline.drafter.model import Drafter
 from paceline.observe.console import Console
@@ -177,8 +178,8 @@ def single_blocks(drafter: Drafter, facts: TargetFacts, generator: torch.Generat
         features = torch.randn(1, context, len(drafter.settings.taps) * H, generator=generator)
         embeds = torch.randn(1, slots, H, generator=generator)
         positions = torch.randperm(facts.max_positions, generator=generator)[: context + slots].sort().values[None]
-        mask = torch.ones(1, slots, context + slots, dtype=torch.bool)
-        hidden = drafter(embeds, positions[:, context:], drafter.context(features, positions[:, :context]), mask)
+        seen = Dense(torch.ones(1, slots, context + slots, dtype=torch.bool))
+        hidden = drafter(embeds, positions[:, context:], drafter.context(features, positions[:, :context]), seen)
         inputs = {f"{key}.features": features, f"{key}.embeds": embeds, f"{key}.positions": positions}
         yield {"cached": False, "steps": [{"key": key}]}, inputs, {key: hidden}
 
