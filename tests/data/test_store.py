@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import datasets
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from paceline.blocks import anchor_candidates
@@ -216,6 +217,38 @@ def test_a_foreign_row_that_cannot_be_used_is_told_with_its_place(
             out.write_table(table)
     with pytest.raises(UserError, match=rf"one or more input_ids .* got {found} in row 5 of .*b\.arrow"):
         open_dataset(tmp_path)
+
+
+def test_parquet_shards_open_through_a_copy_that_is_made_once(
+    tmp_path: Path, rows: list[tuple[list[int], int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
+    table = foreign(rows).data.table
+    (tmp_path / "shards").mkdir()
+    for i in range(2):
+        pq.write_table(table.slice(25 * i, 25), tmp_path / "shards" / f"part{i}.parquet", row_group_size=7)
+    assert_holds(open_dataset(tmp_path / "shards"), rows)
+    copies = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache" / "arrow").iterdir()}
+    assert_holds(open_dataset(tmp_path / "shards"), rows)
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache" / "arrow").iterdir()} == copies
+    pq.write_table(table.slice(0, 25), tmp_path / "shards" / "part1.parquet")
+    assert_holds(open_dataset(tmp_path / "shards"), [*rows[:25], *rows[:25]])
+
+
+@pytest.mark.parametrize("kind", ["text", "garbage"])
+def test_parquet_files_that_do_not_fit_are_one_sentence(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "shards").mkdir()
+    path = tmp_path / "shards" / "a.parquet"
+    if kind == "text":
+        pq.write_table(pa.table({"text": ["a"]}), path)
+    else:
+        path.write_bytes(b"PAR1 nonsense")
+    with pytest.raises(UserError, match=r"must have the columns|cannot be read as Arrow"):
+        open_dataset(tmp_path / "shards")
+    assert not list((tmp_path / "cache" / "arrow").iterdir())
 
 
 def test_foreign_files_without_the_columns_are_one_sentence(tmp_path: Path) -> None:

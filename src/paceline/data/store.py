@@ -30,6 +30,7 @@ from paceline.data.columns import (
     one_line,
 )
 from paceline.data.manifest import NAME, Manifest, Origin, Shard, check_file_name, load_manifest
+from paceline.data.parquet import as_arrow
 from paceline.records import UserError
 
 # `source` and `line` lead from a row back to the input it came from; `tokens_cut` is what truncation took from it.
@@ -152,7 +153,7 @@ class _Mask:
 
 
 def open_dataset(folder: Path) -> CompletionDataset:
-    """Return the dataset in a folder; a folder of Arrow files without a manifest is counted first.
+    """Return the dataset in a folder; a folder of Arrow or Parquet files without a manifest is counted first.
 
     Raises:
         UserError: the folder holds no dataset, or a damaged one.
@@ -168,7 +169,7 @@ def open_dataset(folder: Path) -> CompletionDataset:
                 "Prepare it again."
             )
         return dataset
-    files = arrow_files(folder)
+    files = arrow_files(folder) or [as_arrow(path) for path in sorted(folder.glob("*.parquet"))]
     if not files:
         load_manifest(folder)  # raises: what a dataset without one lacks is said there
     tables = [map_file(path) for path in files]
