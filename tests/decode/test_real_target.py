@@ -18,16 +18,17 @@ from paceline.decode.speculate import speculate
 from paceline.drafter.model import Drafter
 from paceline.recipes.init import drafter_for
 from paceline.recipes.prompts import reasoning_prompts
+from paceline.runtime.profile import cache_folder
 from paceline.target.load import describe, load_ends, load_tokenizer
 from paceline.target.model import DecodingTarget
-from paceline.target.smollm2 import default_cache, fetch_smollm2
+from paceline.target.smollm2 import fetch_smollm2
 
 NEW, B = 24, 8
 
 
 @pytest.fixture(scope="module")
 def smollm2() -> Path:
-    return fetch_smollm2(default_cache(), lambda text: None)
+    return fetch_smollm2(cache_folder(), lambda text: None)
 
 
 def test_speculative_decoding_of_smollm2_is_lossless(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:

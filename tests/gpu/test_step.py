@@ -1,7 +1,7 @@
 """The step on a CUDA device, in a worker thread: policies give the same losses, a captured one stays as it is."""
 
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -44,20 +44,8 @@ SHAPE = Shape(
 
 
 def in_thread(call: Callable[[], Any]) -> Any:
-    box: dict[str, Any] = {}
-
-    def body() -> None:
-        try:
-            box["value"] = call()
-        except BaseException as error:
-            box["error"] = error
-
-    thread = threading.Thread(target=body, name="drafter rank 0")
-    thread.start()
-    thread.join()
-    if "error" in box:
-        raise box["error"]
-    return box["value"]
+    with ThreadPoolExecutor(1, thread_name_prefix="drafter rank 0") as pool:
+        return pool.submit(call).result()
 
 
 def train(policy: Policy, dtype: str, steps: int = 12) -> tuple[list[StepReport], DrafterStep]:

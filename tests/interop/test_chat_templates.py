@@ -16,8 +16,9 @@ from transformers import AutoTokenizer
 
 from paceline.data.chat import BadRow, ChatEncoder, ChatOptions, prompt_ids
 from paceline.data.messages import read_conversation
+from paceline.runtime.profile import cache_folder
 from paceline.target.load import load_tokenizer
-from paceline.target.smollm2 import default_cache, fetch_smollm2
+from paceline.target.smollm2 import fetch_smollm2
 
 pytestmark = pytest.mark.interop
 
@@ -85,7 +86,7 @@ def qwen3() -> Any:
 
 @pytest.fixture(scope="module")
 def smollm2() -> Any:
-    folder: Path = fetch_smollm2(default_cache(), lambda text: None)
+    folder: Path = fetch_smollm2(cache_folder(), lambda text: None)
     return load_tokenizer(str(folder))
 
 

@@ -40,9 +40,10 @@ from paceline.recipes.export import export
 from paceline.recipes.init import choose_mask_token, drafter_for
 from paceline.recipes.train import train
 from paceline.records import Completion
+from paceline.runtime.profile import cache_folder
 from paceline.target.load import TargetFacts, describe, load_ends, load_tokenizer
 from paceline.target.model import DecodingTarget
-from paceline.target.smollm2 import default_cache, fetch_smollm2
+from paceline.target.smollm2 import fetch_smollm2
 
 pytestmark = pytest.mark.interop
 
@@ -367,7 +368,7 @@ def test_the_comparison_sees_accepted_and_rejected_drafts_and_every_kind_of_end(
 
 
 def test_an_untrained_drafter_of_smollm2_is_the_same_in_the_peer(peer: Callable[..., Any], tmp_path: Path) -> None:
-    folder = fetch_smollm2(default_cache(), lambda text: None)
+    folder = fetch_smollm2(cache_folder(), lambda text: None)
     facts = describe(str(folder))
     shape = drafter_for(facts, mask_token_id=choose_mask_token(facts, None), layers=2, block_size=8)
     drafter = Drafter(shape, facts.hidden_size).initialise(0)

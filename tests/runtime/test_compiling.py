@@ -4,8 +4,8 @@ import contextvars
 import subprocess
 import sys
 import textwrap
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -18,20 +18,8 @@ pytestmark = pytest.mark.usefixtures("traceable")
 
 
 def in_thread(call: Callable[[], Any]) -> Any:
-    box: dict[str, Any] = {}
-
-    def body() -> None:
-        try:
-            box["value"] = call()
-        except BaseException as error:
-            box["error"] = error
-
-    thread = threading.Thread(target=body, name="drafter rank 0")
-    thread.start()
-    thread.join()
-    if "error" in box:
-        raise box["error"]
-    return box["value"]
+    with ThreadPoolExecutor(1, thread_name_prefix="drafter rank 0") as pool:
+        return pool.submit(call).result()
 
 
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])

@@ -60,13 +60,29 @@ def test_nobody_works_while_one_is_alone() -> None:
 
 
 def test_both_may_be_nested() -> None:
-    gate = Gate()
-    with gate.alone(), gate.alone(), gate.work():
-        pass
-    with gate.work(), gate.work():
-        pass
-    with gate.alone():
-        pass
+    gate, passed = Gate(), threading.Event()
+
+    def nest() -> None:
+        with gate.alone():
+            with gate.alone(), gate.work():
+                pass
+            others.start()  # still alone: leaving the inner one must not have let anybody in
+            assert not inside.wait(0.1)
+        with gate.work(), gate.work():
+            pass
+        with gate.alone():
+            passed.set()
+
+    inside = threading.Event()
+
+    def enter() -> None:
+        with gate.work():
+            inside.set()
+
+    others = threading.Thread(target=enter, daemon=True)
+    threading.Thread(target=nest, daemon=True).start()
+    assert passed.wait(10), "a thread waits for itself"
+    assert inside.wait(10)
 
 
 def test_nested_work_does_not_wait_for_a_loner() -> None:

