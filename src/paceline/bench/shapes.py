@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.config import DrafterSettings, TrainSettings
-from paceline.drafter.model import Drafter
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +70,3 @@ SHAPES = {
     "small": Shape("small", _drafter(1024, 8, 4, 128, 3072, 31_999), 1024, 32_000, 2048, 64, 32),
     "qwen3-8b": Shape("qwen3-8b", _drafter(4096, 32, 8, 128, 12_288, 151_669), 4096, 151_936, 12_288, 2048, 512),
 }
-
-
-def parameters(shape: Shape) -> int:
-    """Return how many weights the drafter has."""
-    import torch
-
-    with torch.device("meta"):
-        return sum(p.numel() for p in Drafter(shape.drafter, shape.hidden_size).parameters())

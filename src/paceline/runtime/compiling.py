@@ -4,7 +4,6 @@ Since torch 2.12 the settings of dynamo and inductor are context variables that 
 everything is passed to `torch.compile` itself. The stance after warm-up is process-wide; see `forbid_recompiles`.
 """
 
-import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -89,11 +88,6 @@ def warm_compiler(device: str) -> None:
     The first code generation of inductor traces a module once, which patches nn.Module for every thread.
     """
     torch.compile(_trivial, dynamic=False, options=OPTIONS)(torch.ones(8, device=device))
-
-
-def takes_recompile_limit() -> bool:
-    """Return whether this torch lets a compiled function have a limit of its own (from 2.12)."""
-    return "recompile_limit" in inspect.signature(torch.compile).parameters
 
 
 def _trivial(x: torch.Tensor) -> torch.Tensor:
