@@ -9,7 +9,7 @@ import torch
 
 from paceline import blocks
 from paceline.bench.shapes import Shape
-from paceline.bench.step import feature_batches
+from paceline.bench.features import feature_batches
 from paceline.config import DrafterSettings
 from paceline.drafter.attention import TILE, Dense, attend, sparse
 from paceline.drafter.ends import FrozenEnds
@@ -61,10 +61,10 @@ def train(policy: Policy, dtype: str, steps: int = 12) -> tuple[list[StepReport]
         step = DrafterStep(drafter, FrozenEnds(embed, embed), settings, policy=policy)
         step.warm()
         torch.manual_seed(0)
-        batches = feature_batches(SHAPE, DEVICE, wire, 4)
+        batches = feature_batches(SHAPE, DEVICE, wire)
         reports: list[StepReport] = []
         with forbid_recompiles():
-            stream = (batches[i % 4] for i in range(steps))
+            stream = (batches[i % len(batches)] for i in range(steps))
             train_loop(step, alone(stream), total_steps=steps, on_step=reports.append)
         return reports, step
 
@@ -97,9 +97,9 @@ def test_reserved_memory_is_flat_after_warm_up_and_nothing_is_compiled_again() -
 
     def more() -> None:
         torch.cuda.set_device(DEVICE)
-        batches = feature_batches(SHAPE, DEVICE, torch.bfloat16, 4)
+        batches = feature_batches(SHAPE, DEVICE, torch.bfloat16)
         for i in range(200):
-            step.load(batches[i % 4])
+            step.load(batches[i % len(batches)])
             step.micro()
             step.update(1e-4)
             step.clear()
@@ -121,7 +121,7 @@ def test_a_step_that_is_not_to_apply_changes_nothing(policy: Policy) -> None:
     def once(apply: float) -> None:
         torch.cuda.set_device(DEVICE)
         step.apply.fill_(apply)
-        step.load(feature_batches(SHAPE, DEVICE, torch.bfloat16, 1)[0])
+        step.load(feature_batches(SHAPE, DEVICE, torch.bfloat16)[0])
         step.micro()
         step.update(1e-3)
         step.clear()

@@ -1,18 +1,27 @@
 """Compiling in threads: what reaches them, what is refused, and what the gate is for."""
 
 import contextvars
+import os
 import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from paceline.records import UserError
-from paceline.runtime.compiling import OPTIONS, OneShape, check_mode, forbid_recompiles, warm_compiler
+from paceline.runtime.compiling import (
+    OPTIONS,
+    OneShape,
+    check_mode,
+    forbid_recompiles,
+    keep_compiled_code,
+    warm_compiler,
+)
 
 pytestmark = pytest.mark.usefixtures("traceable")
 
@@ -108,6 +117,60 @@ def test_options_reach_inductor_in_a_worker(monkeypatch: pytest.MonkeyPatch) -> 
     assert seen[0] is False
 
 
+def test_compiled_code_is_kept_in_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/named/by/the/user")
+    keep_compiled_code()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/named/by/the/user"
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    keep_compiled_code()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "cache" / "inductor")
+    assert (tmp_path / "cache" / "inductor").is_dir()
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "file"))
+    with pytest.raises(UserError, match=r"folder for compiled code, .*file/inductor, cannot be made .*PACELINE_CACHE"):
+        keep_compiled_code()
+
+
+RESTART = """
+import torch
+from concurrent.futures import ThreadPoolExecutor
+from torch._dynamo.utils import counters
+from paceline.bench.shapes import SHAPES
+from paceline.drafter.ends import FrozenEnds
+from paceline.drafter.model import Drafter
+from paceline.runtime.compiling import warm_compiler
+from paceline.train.step import DrafterStep
+
+def warm():
+    tiny = SHAPES["tiny"]
+    embed = torch.ones(tiny.vocab_size, tiny.hidden_size)
+    drafter = Drafter(tiny.drafter, tiny.hidden_size).initialise(0)
+    DrafterStep(drafter, FrozenEnds(embed, embed), tiny.train_settings("bfloat16"), policy="compiled").warm()
+
+warm_compiler("cpu")
+with ThreadPoolExecutor(1) as pool:
+    pool.submit(warm).result()
+found = counters["aot_autograd"]
+print(found["autograd_cache_hit"], found["autograd_cache_miss"], found["autograd_cache_bypass"])
+"""
+
+
+@pytest.mark.slow
+def test_a_restart_finds_everything_compiled(tmp_path: Path) -> None:
+    """Of the trivial one, the drafter and the head's loss nothing is traced for autograd or compiled a second time."""
+    environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
+    environment["PACELINE_CACHE"] = str(tmp_path)
+    said = []
+    for _ in range(2):
+        call = [sys.executable, "-c", RESTART]
+        done = subprocess.run(call, capture_output=True, text=True, timeout=280, env=environment)
+        assert done.returncode == 0, done.stderr[-800:]
+        said.append(done.stdout.split())
+    assert said == [["0", "3", "0"], ["3", "0", "0"]]
+
+
 CHILD = """
 import threading, time, torch
 from paceline.runtime.gate import Gate
@@ -145,13 +208,15 @@ def child(code: str, *, gated: bool = True) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=280)
 
 
-def test_threads_train_while_another_compiles_again_and_again_under_the_gate() -> None:
-    done = child("""
+@pytest.mark.parametrize(("backend", "times"), [("aot_eager", 30), ("inductor", 6)])
+def test_threads_train_while_another_compiles_again_and_again_under_the_gate(backend: str, times: int) -> None:
+    done = child(f"""
+        torch._inductor.config.fx_graph_cache = False  # what is found again is not compiled
         warm_compiler("cpu")
         for t in threads: t.start()
-        for n in range(30):
+        for n in range({times}):
             with alone():
-                one = torch.compile(lambda x: (x * n).sin().sum(), backend="aot_eager", dynamic=False)
+                one = torch.compile(lambda x: (x * n).sin().sum(), backend="{backend}", dynamic=False)
                 one(torch.ones(n + 2, requires_grad=True)).backward()
         stop.set()
         for t in threads: t.join()

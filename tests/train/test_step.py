@@ -193,7 +193,8 @@ def test_tokens_after_an_anchor_do_not_reach_its_block(tiny, shape, target, ends
         dataset = open_dataset(write_dataset(rows, name=f"leak{len(list(Path(target_dir).iterdir()))}"))
         tokens = next(loader.micro_batches(Mixture([dataset]), data_settings(max_batch=1), SETTINGS, shape.block_size))
         step.load(features_of(target, tokens))
-        return step._hidden(step._dense()).detach()[: len(tokens.blocks.anchor_K)], tokens.blocks.position_K
+        hidden_AKH = step._hidden(step._dense()).detach().unflatten(0, (-1, shape.block_size - 1))
+        return hidden_AKH[: len(tokens.blocks.anchor_K)], tokens.blocks.position_K
 
     ids, prompt = random_rows[0]
     target_dir = write_dataset([(ids, prompt)], name="first").parent

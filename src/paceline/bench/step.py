@@ -1,30 +1,28 @@
 """`paceline bench step`: the drafter's step under every policy, in a worker thread as in a run.
 
-Shapes: C context slots, T real tokens, D feature width, K anchors in use, B block slots.
+Each policy is measured in a process of its own, so that none finds memory or compiled code of another.
 """
 
+import multiprocessing
 import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
-from paceline import blocks
-from paceline.bench.lengths import run_lengths
+from paceline.bench.features import feature_batches
 from paceline.bench.shapes import Shape
 from paceline.drafter.ends import FrozenEnds
 from paceline.drafter.model import Drafter
 from paceline.observe.console import Console
-from paceline.records import BlockSet, FeatureBatch, RunError, TokenBatch
+from paceline.records import FeatureBatch, RunError
 from paceline.runtime.compiling import Policy, forbid_recompiles, warm_compiler
 from paceline.train.step import DrafterStep
-
-_BATCHES = 4  # different micro-batches that are trained on in turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,59 +43,35 @@ def bench_step(work: Work, policies: Sequence[Policy], console: Console) -> list
     Raises:
         RunError: a policy failed; its cause is told.
     """
-    warm_compiler(work.device)
     rows = []
-    peak = _matrix_peak(work.device) if torch.device(work.device).type == "cuda" else None
     for policy in policies:
         console.stage(f"{work.shape.name} {policy}")
-        row = _in_thread(lambda policy=policy: _measure(work, policy, peak))  # type: ignore[misc]
+        row = _in_process(work, policy)
         rows.append(row)
         console.line("  " + "  ".join(f"{key} {_short(value)}" for key, value in row.items() if key != "shape"))
     return rows
 
 
-def feature_batches(shape: Shape, device: torch.device, dtype: torch.dtype, count: int) -> list[FeatureBatch]:
-    """Return micro-batches of random features with lengths as in the run that paceline is modelled on."""
-    lengths = np.minimum(run_lengths(20_000), shape.context_slots)
-    generator = torch.Generator(device=device).manual_seed(0)
-    made, at = [], 0
-    for seq in range(count):
-        taken: list[int] = []
-        while (
-            sum(taken) + lengths[at] <= shape.context_slots
-            and (len(taken) + 1) * shape.anchors_per_sample <= shape.anchor_slots
-        ):
-            taken.append(int(lengths[at]))
-            at += 1
-        made.append(_batch(shape, taken or [int(lengths[at])], seq, generator, dtype))
-        at += not taken
-    return made
+def _in_process(work: Work, policy: Policy) -> dict[str, Any]:
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        try:
+            return pool.submit(_in_thread, work, policy, time.time()).result()
+        except BrokenProcessPool as error:
+            raise RunError(f"The process of policy {policy} died: it was killed, or it crashed.") from error
 
 
-def _batch(shape: Shape, lengths: list[int], seq: int, generator: torch.Generator, dtype: torch.dtype) -> FeatureBatch:
-    device, B = generator.device, shape.drafter.block_size
-    parts = []
-    start = 0
-    for row, length in enumerate(lengths):
-        candidates = np.arange(length // 4, length - 1)  # a quarter is the prompt
-        drawn = torch.from_numpy(
-            blocks.sample_anchors(candidates, shape.anchors_per_sample, seed=0, epoch=seq, sample=row)
-        )
-        parts.append((torch.full_like(drawn, start), start + drawn, drawn))
-        start += length
-    start_K, anchor_K, position_K = (torch.cat(columns) for columns in zip(*parts, strict=True))
-    ends_K = torch.repeat_interleave(torch.cumsum(torch.tensor(lengths), 0), torch.tensor([len(p[0]) for p in parts]))
-    valid_KB = anchor_K[:, None] + torch.arange(B) < ends_K[:, None]
-    valid_KB[:, 0] = False
-    labels_KB = torch.randint(0, shape.vocab_size, valid_KB.shape) * valid_KB
-    tokens_K = torch.randint(0, shape.vocab_size, anchor_K.shape)
-    ids = torch.zeros(len(lengths), max(lengths), dtype=torch.long)
-    places = torch.cat([torch.arange(n) + row * max(lengths) for row, n in enumerate(lengths)])
-    block_set = BlockSet(start_K, anchor_K, position_K, tokens_K, labels_KB, valid_KB)
-    record = TokenBatch(seq, 0, seq, True, tuple(range(len(lengths))), ids, tuple(lengths), places, block_set)
-    width = len(shape.drafter.taps) * shape.hidden_size
-    features = torch.randn(start, width, device=device, generator=generator).to(dtype)
-    return FeatureBatch(record, features, blocks.context_positions(lengths))
+def _in_thread(work: Work, policy: Policy, asked: float) -> dict[str, Any]:
+    """Measure in a worker thread; `asked` is when the process was asked for, by the clock on the wall."""
+    started_s = time.time() - asked
+    if policy != "eager":
+        warm_compiler(work.device)
+    peak = _matrix_peak(work.device) if torch.device(work.device).type == "cuda" else None
+    with ThreadPoolExecutor(1, thread_name_prefix="drafter rank 0") as pool:
+        try:
+            row = pool.submit(_measure, work, policy, peak).result()
+            return row | {"first_step_s": round(started_s + row["first_step_s"], 1), "started_s": round(started_s, 1)}
+        except Exception as error:
+            raise RunError(f"The step failed: {type(error).__name__}: {str(error) or '<empty message>'}") from error
 
 
 def _measure(work: Work, policy: Policy, peak: float | None) -> dict[str, Any]:
@@ -114,11 +88,15 @@ def _measure(work: Work, policy: Policy, peak: float | None) -> dict[str, Any]:
     step = DrafterStep(
         drafter, FrozenEnds(embed, embed.clone()), shape.train_settings(work.dtype), policy=policy, alarm=print
     )
+    built_s = time.perf_counter() - began
     step.warm()
-    batches = feature_batches(shape, device, wire, _BATCHES)
+    warm_s = time.perf_counter() - began - built_s
+    batches = feature_batches(shape, device, wire)
+    began_steps = time.perf_counter()
     _one(step, batches[0])
     _wait(device)
-    first_step_s = time.perf_counter() - began
+    first_step_s = built_s + warm_s + time.perf_counter() - began_steps
+    reserved = torch.cuda.memory_reserved(device) if cuda else 0
     with forbid_recompiles(), _beside(work):
         times = _times(step, batches, work.steps, device)
     flops = [shape.flops(b.tokens.lengths, _visible(b), len(b.tokens.blocks.anchor_K)) for b in batches]
@@ -132,9 +110,13 @@ def _measure(work: Work, policy: Policy, peak: float | None) -> dict[str, Any]:
         "tflops": round(rate / 1e12, 2),
         "peak_share": round(rate / peak, 4) if peak else None,
         "peak_gib": round(torch.cuda.max_memory_allocated(device) / 2**30, 3) if cuda else None,
-        "reserved_gib": round(torch.cuda.max_memory_reserved(device) / 2**30, 3) if cuda else None,
+        "reserved_gib": round(torch.cuda.memory_reserved(device) / 2**30, 3) if cuda else None,
+        "reserved_growth_gib": round((torch.cuda.memory_reserved(device) - reserved) / 2**30, 3) if cuda else None,
         "recompiles": step.recompiles,
+        "built_s": round(built_s, 1),
+        "warm_s": round(warm_s, 1),
         "first_step_s": round(first_step_s, 1),
+        "batches": len(batches),
         "steps": work.steps,
         "noise": work.noise,
         "hog": work.hog,
@@ -149,8 +131,8 @@ def _one(step: DrafterStep, batch: FeatureBatch) -> None:
 
 
 def _times(step: DrafterStep, batches: list[FeatureBatch], count: int, device: torch.device) -> list[float]:
-    """Return seconds a step. Steps are queued and waited for ten at a time, as a run queues them."""
-    group = 10 if device.type == "cuda" else 1
+    """Return seconds a step. On a GPU all batches are queued and then waited for, as a run queues them."""
+    group = len(batches) if device.type == "cuda" else 1
     times = []
     for at in range(0, count, group):
         began = time.perf_counter()
@@ -219,14 +201,6 @@ def _matrix_peak(device: str) -> float:
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _in_thread(call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    with ThreadPoolExecutor(1, thread_name_prefix="drafter rank 0") as pool:
-        try:
-            return pool.submit(call).result()
-        except Exception as error:
-            raise RunError(f"The step failed: {type(error).__name__}: {str(error) or '<empty message>'}") from error
 
 
 def _short(value: object) -> str:

@@ -1,45 +1,40 @@
 """Weighted cross-entropy through the target's frozen head.
 
 The head needs no gradient, so logits, loss, hits and the gradient of the hidden states come out of one pass over
-chunks of rows: there is never more than one chunk of logits and nothing is computed again in backward.
+chunks of rows: there is never more than one chunk of logits, and nothing of it is left to a backward.
 
-Shapes: N rows (slots of all blocks), H width, V vocabulary.
+Shapes: N rows (slots of all blocks), R rows of a chunk, H width, V vocabulary.
 """
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+HeadLoss = tuple[Float[Tensor, ""], Bool[Tensor, " R"], Float[Tensor, "R H"]]
 
-class _FrozenHeadLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, hidden_NH: Tensor, head_VH: Tensor, labels_N: Tensor, weights_N: Tensor, rows: int
-    ) -> tuple[Tensor, Tensor]:
-        wide = torch.promote_types(head_VH.dtype, torch.float32)
-        loss = torch.zeros((), dtype=wide, device=hidden_NH.device)
-        # Joined at the end, not written in place: torch.compile up to 2.11 loses what is written into a saved tensor.
-        best, gradients = [], []
-        for at in range(0, len(hidden_NH), rows):
-            part = slice(at, at + rows)
-            labels_R, weights_R = labels_N[part, None], weights_N[part, None].to(wide)
-            log_probs_RV = (hidden_NH[part].to(head_VH.dtype) @ head_VH.T).to(wide).log_softmax(-1)
-            loss = loss - (log_probs_RV.gather(1, labels_R) * weights_R).sum()
-            best.append(log_probs_RV.argmax(-1))
-            grad_RV = log_probs_RV.exp_()
-            grad_RV.scatter_add_(1, labels_R, torch.full_like(weights_R, -1))
-            gradients.append((grad_RV.mul_(weights_R).to(head_VH.dtype) @ head_VH).to(hidden_NH.dtype))
-        grad_NH, best_N = torch.cat(gradients), torch.cat(best)
-        ctx.save_for_backward(grad_NH)
-        ctx.mark_non_differentiable(best_N)
-        return loss, best_N
 
-    @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor, None, None, None, None]:
-        (grad_NH,) = ctx.saved_tensors
-        return grad_NH * grad_loss.to(grad_NH.dtype), None, None, None, None
+@torch.no_grad()
+def head_loss(
+    hidden_RH: Float[Tensor, "R H"],
+    head_VH: Float[Tensor, "V H"],
+    labels_R: Int[Tensor, " R"],
+    weights_R: Float[Tensor, " R"],
+) -> HeadLoss:
+    """Return the sum of weight * cross-entropy (nats), which rows' best token is the label, and the sum's gradient.
+
+    The gradient is that of `hidden_RH`. Matrix products run in the head's dtype, the softmax in float32 or wider.
+    """
+    wide = torch.promote_types(head_VH.dtype, torch.float32)
+    labels_R1, weights_R1 = labels_R[:, None], weights_R[:, None].to(wide)
+    log_probs_RV = (hidden_RH.to(head_VH.dtype) @ head_VH.T).to(wide).log_softmax(-1)
+    loss = -(log_probs_RV.gather(1, labels_R1) * weights_R1).sum()
+    hits_R = log_probs_RV.argmax(-1) == labels_R
+    grad_RV = log_probs_RV.exp_()
+    grad_RV.scatter_add_(1, labels_R1, torch.full_like(weights_R1, -1))
+    grad_RH = grad_RV.mul_(weights_R1).to(head_VH.dtype) @ head_VH
+    return loss, hits_R, grad_RH.to(hidden_RH.dtype)
 
 
 def frozen_head_loss(
@@ -49,14 +44,24 @@ def frozen_head_loss(
     weights_N: Float[Tensor, " N"],
     *,
     logits_bytes: int,
-) -> tuple[Float[Tensor, ""], Bool[Tensor, " N"]]:
-    """Return the sum of weight * cross-entropy (nats) and which rows' best token is the label.
+    chunk: Callable[[Tensor, Tensor, Tensor, Tensor], HeadLoss] = head_loss,
+) -> tuple[Float[Tensor, ""], Bool[Tensor, " N"], Float[Tensor, "N H"]]:
+    """Return what `head_loss` does, for any number of rows: at most `logits_bytes` of logits exist at a time.
 
-    Matrix products run in the head's dtype, the softmax in float32 or wider, and at most `logits_bytes` of logits
-    exist at a time. The gradient of the sum reaches `hidden_NH` only.
+    `chunk` is `head_loss` or its compiled form; it sees chunks of one size wherever that size divides N.
     """
     row_bytes = len(head_VH) * torch.promote_types(head_VH.dtype, torch.float32).itemsize
-    rows = max(1, logits_bytes // row_bytes)
-    with torch.autocast(hidden_NH.device.type, enabled=False):
-        loss, best_N = _FrozenHeadLoss.apply(hidden_NH, head_VH, labels_N, weights_N, rows)
-    return loss, best_N == labels_N
+    rows = chunk_rows(len(hidden_NH), max(1, logits_bytes // row_bytes))
+    losses, hits_N = [], torch.empty_like(labels_N, dtype=torch.bool)
+    grad_NH = torch.empty_like(hidden_NH)
+    for at in range(0, len(hidden_NH), rows):
+        part = slice(at, at + rows)
+        loss, hits_N[part], grad_NH[part] = chunk(hidden_NH[part], head_VH, labels_N[part], weights_N[part])
+        losses.append(loss)
+    return torch.stack(losses).sum(), hits_N, grad_NH
+
+
+def chunk_rows(rows: int, most: int) -> int:
+    """Return the rows of a chunk: as many as may be, but a divisor of all if one is at least half as large."""
+    most = min(rows, most)
+    return next((size for size in range(most, most // 2, -1) if rows % size == 0), most)

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.nn.utils import skip_init
 
 from paceline.config import DrafterSettings
 from paceline.drafter.attention import Visibility, attend
@@ -46,10 +47,10 @@ class Attention(nn.Module):
     def __init__(self, settings: DrafterSettings, hidden_size: int) -> None:
         super().__init__()
         self.head_dim = settings.head_dim
-        self.q_proj = nn.Linear(hidden_size, settings.heads * settings.head_dim, bias=False)
-        self.k_proj = nn.Linear(hidden_size, settings.kv_heads * settings.head_dim, bias=False)
-        self.v_proj = nn.Linear(hidden_size, settings.kv_heads * settings.head_dim, bias=False)
-        self.o_proj = nn.Linear(settings.heads * settings.head_dim, hidden_size, bias=False)
+        self.q_proj = _linear(hidden_size, settings.heads * settings.head_dim)
+        self.k_proj = _linear(hidden_size, settings.kv_heads * settings.head_dim)
+        self.v_proj = _linear(hidden_size, settings.kv_heads * settings.head_dim)
+        self.o_proj = _linear(settings.heads * settings.head_dim, hidden_size)
         self.q_norm = nn.RMSNorm(settings.head_dim, eps=settings.rms_norm_eps)
         self.k_norm = nn.RMSNorm(settings.head_dim, eps=settings.rms_norm_eps)
 
@@ -82,9 +83,9 @@ class Mlp(nn.Module):
 
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self.gate_proj = _linear(hidden_size, intermediate_size)
+        self.up_proj = _linear(hidden_size, intermediate_size)
+        self.down_proj = _linear(intermediate_size, hidden_size)
 
     def forward(self, x: Float[Tensor, "G Q H"]) -> Float[Tensor, "G Q H"]:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -113,13 +114,16 @@ class Layer(nn.Module):
 
 
 class Drafter(nn.Module):
-    """The trainable part. Token embeddings come in and hidden states go out: embedding and head are the target's."""
+    """The trainable part. Token embeddings come in and hidden states go out: embedding and head are the target's.
+
+    Matrices hold anything until `initialise` or `load_state_dict` fills them.
+    """
 
     def __init__(self, settings: DrafterSettings, hidden_size: int) -> None:
         super().__init__()
         self.settings = settings
         self.hidden_size = hidden_size
-        self.fc = nn.Linear(len(settings.taps) * hidden_size, hidden_size, bias=False)
+        self.fc = _linear(len(settings.taps) * hidden_size, hidden_size)
         self.hidden_norm = nn.RMSNorm(hidden_size, eps=settings.rms_norm_eps)
         self.layers = nn.ModuleList([Layer(settings, hidden_size) for _ in range(settings.layers)])
         self.norm = nn.RMSNorm(hidden_size, eps=settings.rms_norm_eps)
@@ -174,7 +178,11 @@ class Drafter(nn.Module):
         return rotary(positions, self.settings.head_dim, self.settings.rope_theta, self.fc.weight.dtype)
 
 
+def _linear(width_in: int, width_out: int) -> nn.Linear:
+    """Return a matrix that is not filled: nn.Linear would draw a billion weights on one core, to be thrown away."""
+    return skip_init(nn.Linear, width_in, width_out, bias=False)
+
+
 def _normed(norm: nn.RMSNorm, x: Tensor) -> Tensor:
-    """Normalise in the weight's precision, whatever autocast would do with x and the weight, and come back to x's."""
-    with torch.autocast(x.device.type, enabled=False):
-        return norm(x.to(norm.weight.dtype)).to(x.dtype)
+    """Normalise in the weight's precision and come back to x's; autocast leaves a norm alone whose inputs agree."""
+    return norm(x.to(norm.weight.dtype)).to(x.dtype)

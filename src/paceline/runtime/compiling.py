@@ -4,6 +4,7 @@ Since torch 2.12 the settings of dynamo and inductor are context variables that 
 everything is passed to `torch.compile` itself. The stance after warm-up is process-wide; see `forbid_recompiles`.
 """
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from typing import Any, Literal
 import torch
 
 from paceline.records import UserError
+from paceline.runtime.profile import cache_folder
 
 Policy = Literal["eager", "compiled", "captured"]
 # Never a named mode: modes switch cudagraphs on behind `triton.cudagraphs`, and cannot be combined with options.
@@ -86,8 +88,36 @@ def warm_compiler(device: str) -> None:
     """Compile something trivial for the device in the main thread, before roles start.
 
     The first code generation of inductor traces a module once, which patches nn.Module for every thread.
+
+    Raises:
+        UserError: the folder for compiled code cannot be made.
     """
+    keep_compiled_code()
     torch.compile(_trivial, dynamic=False, options=OPTIONS)(torch.ones(8, device=device))
+
+
+def keep_compiled_code() -> None:
+    """Let inductor keep what it compiles in the cache folder, so that a restart finds it; its own place is /tmp.
+
+    A folder that the user names in TORCHINDUCTOR_CACHE_DIR stays.
+
+    Raises:
+        UserError: the folder cannot be made.
+    """
+    from torch._inductor.runtime.runtime_utils import default_cache_dir
+
+    folder = cache_folder() / "inductor"
+    # torch itself writes its own place there as soon as some of its modules are imported.
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR", default_cache_dir()) != default_cache_dir():
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"The folder for compiled code, {folder}, cannot be made ({error.strerror}). Name another cache folder in "
+            "PACELINE_CACHE."
+        ) from error
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
 
 
 def _trivial(x: torch.Tensor) -> torch.Tensor:

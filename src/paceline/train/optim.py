@@ -40,14 +40,16 @@ class Optimizer:
     """AdamW for all weights, or Muon for matrices and AdamW for norms, over gradients that lie in `.grad`.
 
     Weight decay applies to matrices only; norms keep their scale. Muon's update is scaled to AdamW's size (arXiv
-    2502.16982), so train.lr means the same for both. `lr` is the rate, float32; where `skip` is 1, a step leaves
-    weights, moments and counts as they are, whatever the gradients hold.
+    2502.16982), so train.lr means the same for both. `lr` is the rate, float32; `divisor` is what gradients are
+    divided by; where `skip` is 1, a step leaves weights, moments and counts as they are, whatever the gradients hold.
+    What is in `.grad` after a step is undefined.
     """
 
     def __init__(self, drafter: nn.Module, settings: TrainSettings) -> None:
         device = next(drafter.parameters()).device
         self.lr = torch.zeros((), device=device)
         self.skip = torch.zeros((), device=device)
+        self.divisor = torch.ones((), device=device)
         matrices = [p for p in drafter.parameters() if p.ndim > 1]
         norms = [p for p in drafter.parameters() if p.ndim <= 1]
         decayed = {"params": matrices, "weight_decay": settings.weight_decay}
@@ -60,14 +62,15 @@ class Optimizer:
         self.adamw = torch.optim.AdamW(
             groups, lr=self.lr, betas=settings.betas, fused=True, capturable=device.type == "cuda"
         )
-        # What a gradient scaler sets: fused AdamW then skips by itself, its step count included.
+        # What a gradient scaler sets: fused AdamW then divides and skips by itself, its step count included.
         self.adamw.found_inf = self.skip  # type: ignore[attr-defined]
+        self.adamw.grad_scale = self.divisor  # type: ignore[attr-defined]
 
     def step(self) -> None:
         """Apply the gradients at rate `lr`, unless `skip` is 1."""
         self.adamw.step()
         if self.muon is not None:
-            self.muon.step(self.lr, self.skip)
+            self.muon.step(self.lr, self.skip, self.divisor)
 
 
 class Muon:
@@ -87,16 +90,17 @@ class Muon:
         self._alike = list(by_shape.values())
 
     @torch.no_grad()
-    def step(self, lr: Float[Tensor, ""], skip: Float[Tensor, ""]) -> None:
-        """Apply the gradients at rate `lr`, unless `skip` is 1."""
+    def step(self, lr: Float[Tensor, ""], skip: Float[Tensor, ""], divisor: Float[Tensor, ""]) -> None:
+        """Apply the gradients over `divisor` at rate `lr`, unless `skip` is 1."""
         apply = skip == 0
         for indices in self._alike:
             rows, columns = self._matrices[indices[0]].shape
             scale = lr * (0.2 * math.sqrt(max(rows, columns)))
             updates = []
             for index in indices:
-                grad, buffer = self._matrices[index].grad, self.buffers[index]
-                assert grad is not None
+                summed, buffer = self._matrices[index].grad, self.buffers[index]
+                assert summed is not None
+                grad = summed / divisor
                 moved = torch.lerp(buffer, grad, 1 - self.momentum)
                 updates.append(torch.lerp(grad, moved, self.momentum))
                 buffer.copy_(torch.where(apply, moved, buffer))

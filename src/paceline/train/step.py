@@ -16,14 +16,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from paceline import blocks
 from paceline.config import TrainSettings
 from paceline.drafter.attention import Dense, Visibility, fits_tiles, sparse
 from paceline.drafter.ends import FrozenEnds
-from paceline.drafter.loss import frozen_head_loss
+from paceline.drafter.loss import HeadLoss, frozen_head_loss, head_loss
 from paceline.drafter.model import Drafter
 from paceline.records import FeatureBatch, StepReport, TokenBatch
 from paceline.runtime.capture import Captured, new_pool
@@ -97,16 +97,18 @@ class DrafterStep:
         self.optimizer = Optimizer(drafter, settings)
         self.gradients = _flat_gradients(drafter)
         self._sparse = policy != "eager" and self.device.type == "cuda" and fits_tiles(C, A, B)
-        self._loss: Callable[[Visibility], tuple[Tensor, Tensor]] = self._forward
+        self._forward: Callable[[Visibility], Tensor] = self._hidden
+        self._head_loss: Callable[..., HeadLoss] = head_loss
         if policy != "eager":
-            self._loss = OneShape(self._forward, instead=self._forward_densely, alarm=alarm)
+            self._forward = OneShape(self._hidden, instead=lambda _: self._hidden(self._dense()), alarm=alarm)
+            self._head_loss = OneShape(head_loss, instead=head_loss, alarm=alarm)
         self._micro: Callable[[], None] = self._run_micro
         self._update: Callable[[], None] = self._run_update
 
     @property
     def recompiles(self) -> int:
         """Calls that torch would have compiled again after warm-up."""
-        return self._loss.recompiles if isinstance(self._loss, OneShape) else 0
+        return sum(part.recompiles for part in (self._forward, self._head_loss) if isinstance(part, OneShape))
 
     def load(self, batch: FeatureBatch) -> None:
         """Copy a micro-batch into the buffers; what it does not fill is masked."""
@@ -188,21 +190,31 @@ class DrafterStep:
         )
 
     def _run_micro(self) -> None:
-        valid_AB = self.buffers.valid_AB
-        loss, hits = self._loss(self._visibility())
-        gradients = torch.autograd.grad(loss, self._leaves)
+        own = self.buffers
+        weights_AB = own.valid_AB * self.weights_B
+        hidden_NH = self._forward(self._visibility())
+        # Slot 0 is known; dropping it saves its share of the head's work.
+        loss, hits_N, grad_NH = frozen_head_loss(
+            hidden_NH.detach(),
+            self.ends.head_VH,
+            own.labels_AB[:, 1:].flatten(),
+            weights_AB[:, 1:].flatten(),
+            logits_bytes=self.settings.logits_mib << 20,
+            chunk=self._head_loss,
+        )
+        gradients = torch.autograd.grad(hidden_NH, self._leaves, grad_NH)
         torch._foreach_add_([p.grad for p in self.drafter.parameters() if p.grad is not None], gradients)
-        weights_AB = valid_AB * self.weights_B
-        valid_AK = valid_AB[:, 1:]
-        right_AK = hits.view_as(valid_AK) & valid_AK
-        self.sums += torch.stack([loss.detach().double(), weights_AB.sum()])
+        valid_AK = own.valid_AB[:, 1:]
+        right_AK = hits_N.view_as(valid_AK) & valid_AK
+        self.sums += torch.stack([loss.double(), weights_AB.sum()])
         self.prefixes += torch.stack([m.long().cumprod(-1).sum(0) for m in (right_AK, valid_AK)])
 
     def _run_update(self) -> None:
-        self.gradients.div_(self.sums[1].clamp_min(1e-30).to(self.dtype))
-        norm = torch.linalg.vector_norm(self.gradients)
-        self.gradients.mul_((self.settings.clip / (norm + 1e-6)).clamp(max=1.0))
+        weight = self.sums[1].clamp_min(1e-30)
+        norm = torch.linalg.vector_norm(self.gradients) / weight
         self.norm.copy_(norm)
+        # The optimizer divides as it reads: a pass over the gradients to divide and one to clip are saved.
+        self.optimizer.divisor.copy_(weight * ((norm + 1e-6) / self.settings.clip).clamp_min(1.0))
         self.optimizer.skip.copy_(1 - self.apply * torch.isfinite(norm))
         self.optimizer.step()
         if self._working is not self.drafter:
@@ -220,29 +232,15 @@ class DrafterStep:
         present_AB = torch.ones_like(own.valid_AB)
         return Dense(blocks.block_mask(own.start_A[None], own.anchor_A[None], present_AB[None], len(own.positions_C)))
 
-    def _forward(self, visibility: Visibility) -> tuple[Float[Tensor, ""], Bool[Tensor, " N"]]:
-        """Return the sum of weighted losses and which slots behind the anchors were right."""
-        own, hidden_AQH = self.buffers, self._hidden(visibility)
-        weights_AB = own.valid_AB * self.weights_B
-        # Slot 0 is known; dropping it saves its share of the head's work.
-        return frozen_head_loss(
-            hidden_AQH[:, 1:].flatten(0, 1),
-            self.ends.head_VH,
-            own.labels_AB[:, 1:].flatten(),
-            weights_AB[:, 1:].flatten(),
-            logits_bytes=self.settings.logits_mib << 20,
-        )
-
-    def _forward_densely(self, visibility: Visibility) -> tuple[Float[Tensor, ""], Bool[Tensor, " N"]]:
-        return self._forward(self._dense())
-
-    def _hidden(self, visibility: Visibility) -> Float[Tensor, "A B H"]:
+    def _hidden(self, visibility: Visibility) -> Float[Tensor, "N H"]:
+        """Return the drafter's output at the slots behind the anchors, N = A * (B - 1)."""
         own, B = self.buffers, len(self.weights_B)
         ids_AB = blocks.block_ids(own.token_A, self.drafter.settings.mask_token_id, B)
         embeds_1QH = self.ends.embed(ids_AB.view(1, -1)).to(own.features_CD.dtype)
         positions_1Q = blocks.block_positions(own.position_A, B).view(1, -1)
         context = self._working.context(own.features_CD[None], own.positions_C[None])
-        return self._working(embeds_1QH, positions_1Q, context, visibility).view(*ids_AB.shape, -1)
+        hidden_ABH = self._working(embeds_1QH, positions_1Q, context, visibility).view(*ids_AB.shape, -1)
+        return hidden_ABH[:, 1:].flatten(0, 1)
 
 
 def _flat_gradients(drafter: Drafter) -> Tensor:
