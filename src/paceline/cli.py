@@ -153,6 +153,7 @@ def prepare(
             workers=workers or len(os.sched_getaffinity(0)),
             overwrite=overwrite,
             on_progress=tick,
+            on_note=console.line,
         )
     for note in summary["notes"]:
         console.line(note)

@@ -275,13 +275,35 @@ def test_a_mask_that_covers_everything_is_told(run: Callable[..., dict[str, Any]
 def test_a_mask_that_covers_nothing_is_told_where_that_is_the_reason(run: Callable[..., dict[str, Any]]) -> None:
     hint = r"Where 0 % of the tokens are supervised.*; the first such row begins '%&'\."  # ids 7 and 8
     nothing = {"input_ids": [7, 8], "loss_mask": [0, 0]}
-    with pytest.raises(UserError, match=r"No row of.*" + hint):
-        run([[1], nothing, {**nothing, "input_ids": [9, 9]}])
     with pytest.raises(UserError, match=r"3 of 4 are .*" + hint):
         run([GOOD, [1], nothing, nothing], max_quarantined=0.5)
-    with pytest.raises(UserError, match="No row of") as error:
-        run([[1], nothing, [2]])
+    with pytest.raises(UserError, match="3 of 4 are") as error:
+        run([GOOD, [1], [2], nothing], max_quarantined=0.5)
     assert "0 %" not in str(error.value)
+
+
+@pytest.mark.parametrize("allowed", [0.01, 1.0])
+def test_a_mask_that_covers_nothing_is_a_warning_before_the_error(
+    run: Callable[..., dict[str, Any]], tmp_path: Path, allowed: float
+) -> None:
+    notes: list[str] = []
+    nothing = {"input_ids": [7, 8], "loss_mask": [0, 0]}
+    options: dict[str, Any] = {"max_quarantined": allowed, "on_note": notes.append}
+    for rows in ([[1], nothing, {**nothing, "input_ids": [9, 9]}], [[1], nothing, [2]]):
+        with pytest.raises(UserError, match=r"No row of .* See .*quarantine\.jsonl for each of them\.$") as error:
+            run(rows, **options)
+        assert "%&" not in str(error.value), "the example is shown once"
+        assert len((tmp_path / "out.partial" / "quarantine.jsonl").read_text().splitlines()) == 3
+        assert not (tmp_path / "out").exists()
+    start = r"Warning: 0 % of the tokens are supervised.* in "
+    end = r" encoded and checked, .*Compare the loss mask with the chat template; the first row begins '%&'\.$"
+    assert len(notes) == 2
+    assert re.match(start + "any of the 2 rows that were" + end, notes[0])
+    assert re.match(start + "the one row that was" + end, notes[1])
+    with pytest.raises(UserError, match="No row of"):
+        run([[1], [2]], **options)
+    run([GOOD, nothing], max_quarantined=1.0, on_note=notes.append)
+    assert len(notes) == 2, "no row was encoded, or one is learnt from"
 
 
 @pytest.mark.parametrize("place", ["out/a.jsonl", "out.partial/a.jsonl", "out.quarantine.jsonl"])

@@ -44,17 +44,19 @@ def open_and_plan(folder: str) -> dict[str, float]:
     }
 
 
-def load(folder: str, early_rows: str) -> dict[str, float]:
-    """Take one epoch from the loader; memory is looked at after `early_rows` rows and as many before the end.
+_LOOKS = 16  # at memory in a pass: at its first micro-batch, and each time so much of it has passed
 
-    At the end itself nothing of the epoch would be held any more. A smaller dataset is looked at in its middle.
+
+def load(folder: str) -> dict[str, Any]:
+    """Take one epoch from the loader; memory is looked at in the same places of every pass, whatever its length.
+
+    Not at its end, where nothing of the epoch is held any more.
     """
     from paceline.bench.memory import memory_of
     from paceline.bench.stream import epoch_of
     from paceline.data.manifest import load_manifest
 
     total = load_manifest(Path(folder)).rows
-    looks = [min(int(early_rows), total // 2), max(total - int(early_rows), total // 2)]
     held: list[float] = []
     tokens = rows = batches = 0
     began = time.perf_counter()
@@ -62,17 +64,15 @@ def load(folder: str, early_rows: str) -> dict[str, float]:
         tokens += sum(lengths)
         rows += len(lengths)
         batches += 1
-        while looks and rows >= looks[0]:
+        while len(held) < _LOOKS and rows * _LOOKS >= total * len(held):
             held.append(memory_of()["RssAnon"])
-            del looks[0]
     seconds = time.perf_counter() - began
     return {
         "rows": rows,
         "tokens": tokens,
         "micro_batches": batches,
         "seconds": seconds,
-        "early_mib": held[0],
-        "late_mib": held[1],
+        "held_mib": held,
     }
 
 

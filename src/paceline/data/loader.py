@@ -17,6 +17,7 @@ from jaxtyping import Bool, Int
 
 from paceline import blocks
 from paceline.config import DataSettings, TrainSettings
+from paceline.data.arrays import PIECE, pick
 from paceline.data.mixture import Mixture, batches_of_epochs, plan_epoch
 from paceline.data.plan import widths
 from paceline.records import BlockSet, RunError, TokenBatch, UserError
@@ -154,6 +155,7 @@ def schedule(mixture: Mixture, data: DataSettings, train: TrainSettings, *, firs
                     return
                 per_step = train.batches_per_step
                 yield cuts.cut(index, seq=next(seq), epoch=epoch, first_step=step, batches_per_step=per_step)
+            del cuts  # before the next epoch is planned
         step = behind
 
 
@@ -162,15 +164,17 @@ def cut_epoch(
 ) -> EpochCuts:
     """Return an epoch's micro-batches: each batch cut, in its order, into the fewest runs that fit C and A."""
     made, held = plan_epoch(mixture, data, seed=train.seed, epoch=epoch, edges=edges)
-    rows_N = held.rows_R[made.rows_N]
-    ordered_N = mixture.lengths[rows_N]
-    anchors_N = np.minimum(mixture.candidates[rows_N], train.anchors_per_sample)
+    one_pass = held.passes_R.strides == (0,)
+    passes_N = held.passes_R if one_pass else pick(held.passes_R, made.rows_N)
+    made = replace(made, rows_N=pick(held.rows_R, made.rows_N))  # numbered through all datasets
+    del held
+    ordered_N = pick(mixture.lengths, made.rows_N)
+    anchors_N = pick(mixture.candidates, made.rows_N)
+    np.minimum(anchors_N, train.anchors_per_sample, out=anchors_N)
     starts, batch_U = cut_batches(ordered_N, anchors_N, made.offsets, train)
     width_U = widths(made, ordered_N, starts, made.bucket_M[batch_U])
-    one_pass = (held.passes_R == held.passes_R[0]).all()
-    passes_N = np.broadcast_to(held.passes_R[0], len(rows_N)) if one_pass else held.passes_R[made.rows_N]
     starts, width_U = starts.astype(np.int32), width_U.astype(np.int32)
-    return EpochCuts(rows_N, passes_N, len(made), made.layout == "packed", starts, batch_U, width_U)
+    return EpochCuts(made.rows_N, passes_N, len(made), made.layout == "packed", starts, batch_U, width_U)
 
 
 def cut_batches(
@@ -179,12 +183,30 @@ def cut_batches(
     offsets: Int[np.ndarray, " ends"],
     train: TrainSettings,
 ) -> tuple[Int[np.ndarray, " starts"], Int[np.ndarray, " U"]]:
-    """Return where micro-batches start, and the end, and the batch of each.
+    """Return where micro-batches start, and the end, and the batch of each. Every row fits alone."""
+    starts, batches = [], []
+    first, count = 0, len(offsets) - 1
+    while first < count:  # so many batches together as have no more than PIECE rows, one at least
+        behind = int(np.searchsorted(offsets, offsets[first] + PIECE, side="right")) - 1
+        behind = max(behind, first + 1)
+        start, stop = int(offsets[first]), int(offsets[behind])
+        ends = offsets[first : behind + 1] - start
+        starts_u, batch_u = _cut_together(lengths_N[start:stop], anchors_N[start:stop], ends, train)
+        starts.append(starts_u + start)
+        batches.append(batch_u + np.int32(first))
+        first = behind
+    return np.concatenate([*starts, offsets[-1:]]), np.concatenate(batches)
 
-    All batches are cut at once: one round finds the next cut of every batch that has one left. Every row fits alone.
-    """
-    tokens = np.concatenate([[0], np.cumsum(lengths_N, dtype=np.int64)])  # before each row
-    drawn = np.concatenate([[0], np.cumsum(anchors_N, dtype=np.int64)])
+
+def _cut_together(
+    lengths_n: Int[np.ndarray, " n"],
+    anchors_n: Int[np.ndarray, " n"],
+    offsets: Int[np.ndarray, " ends"],
+    train: TrainSettings,
+) -> tuple[Int[np.ndarray, " u"], Int[np.ndarray, " u"]]:
+    """Return where micro-batches start and the batch of each: one round finds the next cut of every batch."""
+    tokens = np.concatenate([[0], np.cumsum(lengths_n, dtype=np.int64)])  # before each row
+    drawn = np.concatenate([[0], np.cumsum(anchors_n, dtype=np.int64)])
     at_M, batch_M = offsets[:-1], np.arange(len(offsets) - 1, dtype=np.int32)
     starts, batches = [], []
     while len(at_M):
@@ -197,7 +219,7 @@ def cut_batches(
         at_M, batch_M = next_M[goes_on_M], batch_M[goes_on_M]
     start_U, batch_U = np.concatenate(starts), np.concatenate(batches)
     order_U = np.argsort(start_U, kind="stable")
-    return np.append(start_U[order_U], offsets[-1]), batch_U[order_U]
+    return start_U[order_U], batch_U[order_U]
 
 
 def build(mixture: Mixture, cut: Cut, train: TrainSettings, block_size: int, *, pin: bool = False) -> TokenBatch:

@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from paceline.config import DataSettings
+from paceline.data.arrays import histogram, long_array, pick
 from paceline.data.plan import BucketTable, Plan, check_lengths, count_batches, optimal_edges, plan, shuffled, table
 from paceline.data.store import CompletionDataset, open_dataset
 from paceline.records import UserError
@@ -58,12 +59,12 @@ class Mixture:
     @property
     def lengths(self) -> Int[np.ndarray, " N"]:
         """Tokens of each row, put together anew from the mapped files."""
-        return np.concatenate([dataset.lengths for dataset in self.datasets])
+        return _joined([dataset.lengths for dataset in self.datasets])
 
     @property
     def candidates(self) -> Int[np.ndarray, " N"]:
         """How many positions of each row may be anchors, put together anew as well."""
-        return np.concatenate([dataset.candidates for dataset in self.datasets])
+        return _joined([dataset.candidates for dataset in self.datasets])
 
     def row(self, index: int) -> tuple[Int[np.ndarray, " S"], Bool[np.ndarray, " S"]]:
         """Return a row's ids, which may be a view of the file, and its loss mask."""
@@ -95,11 +96,12 @@ class Mixture:
         """
         edges, several, lengths_N = settings.edges, len(self.datasets) > 1, self.lengths
         if settings.layout != "packed" and not edges and len(self):
-            counts_L: Int[np.ndarray, " L"] | Float[np.ndarray, " L"] = np.bincount(lengths_N)
+            counts_L: Int[np.ndarray, " L"] | Float[np.ndarray, " L"] = histogram(lengths_N)
             if several:  # not whole multiples of all denominators: with long decimals they exceed 64 bits
-                counted = (np.bincount(dataset.lengths, minlength=len(counts_L)) for dataset in self.datasets)
-                weighted = zip(counted, map(float, self.weights), strict=True)
-                counts_L = np.add.reduce([own_L * weight for own_L, weight in weighted])
+                counts_L = np.zeros(len(counts_L))
+                for dataset, weight in zip(self.datasets, self.weights, strict=True):
+                    own_L = histogram(dataset.lengths)
+                    counts_L[: len(own_L)] += own_L * float(weight)
             edges = optimal_edges(counts_L, settings.buckets, settings.align)
         return check_lengths(lengths_N, settings, edges, where=self.where if several else "row {:,}".format)
 
@@ -114,7 +116,8 @@ class Mixture:
         Raises:
             UserError: the weights are so small that the epoch would hold none.
         """
-        rows, passes = [np.zeros(0, dtype=np.int32)], [np.zeros(0, dtype=np.int32)]
+        held, done = sum(self.rows_of_epoch(epoch)), 0
+        rows_R, turns = long_array(held), []
         for index, (dataset, weight) in enumerate(zip(self.datasets, self.weights, strict=True)):
             count, first = len(dataset), np.int32(self.first_rows[index])
             place, end = _places(count, weight, epoch)
@@ -122,17 +125,34 @@ class Mixture:
                 turn, start = divmod(place, count)
                 stop = min(count, start + end - place)
                 whole = stop - start == count  # then the order of the pass does not matter
-                order = np.arange(count, dtype=np.int32) if whole else shuffled(count, seed, _PASSES, turn, index)
-                rows.append(order[start:stop] + first)
-                passes.append(np.full(stop - start, turn, dtype=np.int32))
-                place += stop - start
-        epoch_rows = EpochRows(np.concatenate(rows), np.concatenate(passes))
-        if not len(epoch_rows.rows_R) and len(self):
+                mine_r = rows_R[done : done + stop - start]
+                if whole:
+                    mine_r[:] = 1
+                    mine_r[0] = first
+                    np.cumsum(mine_r, dtype=np.int32, out=mine_r)
+                else:
+                    np.add(shuffled(count, seed, _PASSES, turn, index)[start:stop], first, out=mine_r)
+                turns.append((turn, stop - start))
+                place, done = place + stop - start, done + stop - start
+        if not held and len(self):
             raise UserError(
                 f"data.weights must give every epoch a row, got {[float(weight) for weight in self.weights]}, and "
                 f"epoch {epoch} would hold none of the {len(self):,} rows. Raise them."
             )
-        return epoch_rows
+        return EpochRows(rows_R, _passes(turns))
+
+
+def _passes(turns: Sequence[tuple[int, int]]) -> Int[np.ndarray, " R"]:
+    """Return the passes that so many rows each belong to; where it is one pass, all rows share its number."""
+    numbers = np.array([turn for turn, _ in turns], dtype=np.int32)
+    sizes = [size for _, size in turns]
+    if len(set(numbers.tolist())) == 1:
+        return np.broadcast_to(numbers[0], sum(sizes))
+    return np.repeat(numbers, sizes)
+
+
+def _joined(parts: Sequence[Int[np.ndarray, " _"]]) -> Int[np.ndarray, " N"]:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _places(count: int, weight: Fraction, epoch: int) -> tuple[int, int]:
@@ -158,7 +178,7 @@ def plan_epoch(
         UserError: see plan and epoch_rows.
     """
     held = mixture.epoch_rows(seed, epoch)
-    return plan(mixture.lengths[held.rows_R], settings, seed=seed, epoch=epoch, edges=edges), held
+    return plan(pick(mixture.lengths, held.rows_R), settings, seed=seed, epoch=epoch, edges=edges), held
 
 
 def first_table(mixture: Mixture, settings: DataSettings, *, seed: int) -> BucketTable:
@@ -168,7 +188,7 @@ def first_table(mixture: Mixture, settings: DataSettings, *, seed: int) -> Bucke
         UserError: see plan and epoch_rows.
     """
     made, held = plan_epoch(mixture, settings, seed=seed, epoch=0, edges=mixture.edges(settings))
-    return table(made, mixture.lengths[held.rows_R])
+    return table(made, pick(mixture.lengths, held.rows_R))
 
 
 def batches_of_epochs(mixture: Mixture, settings: DataSettings, *, seed: int, epochs: int) -> list[int]:
@@ -181,7 +201,7 @@ def batches_of_epochs(mixture: Mixture, settings: DataSettings, *, seed: int, ep
     counts, lengths_N = [], mixture.lengths
     for epoch in range(1 if mixture.whole else epochs):
         rows_R = mixture.epoch_rows(seed, epoch).rows_R
-        counts.append(count_batches(lengths_N[rows_R], settings, edges))
+        counts.append(count_batches(pick(lengths_N, rows_R), settings, edges))
     return counts * epochs if mixture.whole else counts
 
 
@@ -192,7 +212,7 @@ def coverage(mixture: Mixture, *, anchors_per_sample: int, epochs: int) -> Cover
     """
     candidates, drawn, candidates_drawn, hit = 0, 0.0, 0.0, 0.0
     for dataset, weight in zip(mixture.datasets, mixture.weights, strict=True):
-        counts = np.bincount(dataset.candidates)
+        counts = histogram(dataset.candidates)
         sizes = np.flatnonzero(counts[1:]) + 1
         held, taken = counts[sizes] * sizes, counts[sizes] * np.minimum(sizes, anchors_per_sample)
         missed = (1 - taken / held) ** float(weight * epochs)

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int
 
+from paceline.data.arrays import long_array
+
 
 class _Move(NamedTuple):
     """`bins` bins with `room` left take `each` items of a length; bins queue up by the room they have left."""
@@ -30,9 +32,9 @@ def pack(counts_L: Int[np.ndarray, " L"], budget: int) -> Int[np.ndarray, " N"]:
     """
     moves, joined = _moves(counts_L, budget)
     first = np.concatenate([[0], np.cumsum(joined)]).tolist()  # of each queue, all queues side by side
-    queues = np.empty(first[-1], dtype=np.int32)
+    queues = long_array(first[-1])
     queues[first[budget] : first[budget + 1]] = np.arange(joined[budget])
-    bins_N = np.empty(int(counts_L.sum()), dtype=np.int32)
+    bins_N = long_array(int(counts_L.sum()))
     done = 0
     for length, each, bins, room, place, place_after in moves:
         start, to = first[room] + place, first[room - each * length] + place_after

@@ -5,19 +5,21 @@ the same sizes, of rows whose lengths are near one another, each padded to the l
 and end to end in one row of up to the token budget.
 
 Only raw words of the counter-based Philox generator and stable sorts decide the order, so it is the same with every
-version of numpy and on every machine.
+version of numpy and on every machine. What would take eight bytes a row is made piece by piece.
 
-Shapes: N rows, M batches, K buckets, L lengths from 0 up, E distinct aligned lengths.
+Shapes: N rows, M batches, K buckets, L lengths from 0 up, E distinct aligned lengths, G groups, n rows of a piece.
 """
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int, UInt64
 
 from paceline.config import DataSettings
+from paceline.data.arrays import PIECE, histogram, long_array, pick
 from paceline.data.packing import count_bins, pack
 from paceline.records import UserError
 
@@ -27,6 +29,7 @@ _MEMBERS = 2**64 - 1
 _ORDER = 2**64 - 2
 
 ROUND = 32  # the widths of trimmed and packed rows are multiples of this many tokens
+_PARTS = 16  # of what is shuffled, each of which draws all words again
 _WINDOW = 64  # trimmed: full batches within whose rows, in drawn order, those of like length come together
 
 
@@ -108,11 +111,12 @@ def plan(
 
     # Batches in drawn order, across buckets.
     order_M = shuffled(len(bucket_M), seed, _ORDER, epoch)
-    sizes_M = np.diff(offsets)[order_M]
-    moved = np.concatenate([[0], np.cumsum(sizes_M)])
-    source_N = np.repeat((offsets[:-1][order_M] - moved[:-1]).astype(np.int32), sizes_M)
-    source_N += np.arange(len(rows_N), dtype=np.int32)
-    return Plan(settings.layout, edges, sizes, rows_N[source_N], moved, bucket_M[order_M])
+    moved = np.concatenate([[0], np.cumsum(np.diff(offsets)[order_M])])
+    source_N = long_array(len(rows_N))
+    source_N[:] = 1  # from a row of a batch to its next
+    source_N[moved[:-1]] = offsets[:-1][order_M] - np.concatenate([[0], offsets[1:][order_M][:-1] - 1])
+    np.cumsum(source_N, dtype=np.int32, out=source_N)
+    return Plan(settings.layout, edges, sizes, pick(rows_N, source_N), moved, bucket_M[order_M])
 
 
 def count_batches(
@@ -124,9 +128,10 @@ def count_batches(
         UserError: as plan.
     """
     edges = check_lengths(lengths_N, settings, edges)
+    counts_L = histogram(lengths_N)
     if settings.layout == "packed":
-        return count_bins(np.bincount(lengths_N), settings.token_budget)
-    samples_K = np.bincount(_buckets(lengths_N, edges), minlength=len(edges))
+        return count_bins(counts_L, settings.token_budget)
+    samples_K = np.diff(_ends(counts_L, edges), prepend=0)
     return int((-(-samples_K // np.array(_batch_sizes(settings, edges)))).sum())
 
 
@@ -142,7 +147,8 @@ def widths(
     if made.layout == "bucketed":
         return edge_U
     over = np.add if made.layout == "packed" else np.maximum
-    width_U = -(-over.reduceat(ordered_N, offsets[:-1], dtype=np.int64) // ROUND) * ROUND
+    width_U = over.reduceat(ordered_N, offsets[:-1], dtype=ordered_N.dtype)  # another type would copy all lengths
+    width_U = -(-width_U.astype(np.int64) // ROUND) * ROUND
     return width_U if made.layout == "packed" else np.minimum(width_U, edge_U)
 
 
@@ -236,7 +242,7 @@ def check_lengths(
     if settings.layout == "packed":
         edges = (budget,)
     else:
-        edges = edges or settings.edges or optimal_edges(np.bincount(lengths_N), settings.buckets, settings.align)
+        edges = edges or settings.edges or optimal_edges(histogram(lengths_N), settings.buckets, settings.align)
         _check_edges(edges, where(row), longest)
         needed = edges[-1]
         if settings.layout == "trimmed":
@@ -250,14 +256,25 @@ def check_lengths(
 
 def shuffled(count: int, seed: int, purpose: int, epoch: int, place: int = 0) -> Int[np.ndarray, " n"]:
     """Return 0 .. count - 1 in the order that (seed, purpose, epoch, place) draws, as 32-bit numbers."""
-    key = np.array([seed, purpose], dtype=np.uint64)
-    words: UInt64[np.ndarray, " n"] = np.random.Philox(key=key, counter=[0, 0, place, epoch]).random_raw(count)
-    order = np.argsort(words)  # five times as fast as a stable sort, and the same unless two words are equal
-    words = words[order]
-    if (words[1:] == words[:-1]).any():
-        words[order] = words.copy()
-        order = np.argsort(words, kind="stable")
-    return order.astype(np.int32)
+    key, order_N, done = np.array([seed, purpose], dtype=np.uint64), long_array(count), 0
+    words_N, rows_N = long_array(count, np.int64).view(np.uint64), long_array(count)  # touched as far as a part goes
+    for part in range(_PARTS):
+        drawing, held = np.random.Philox(key=key, counter=[0, 0, place, epoch]), 0
+        for first in range(0, count, PIECE):
+            words_n = drawing.random_raw(min(PIECE, count - first))
+            mine_n = np.flatnonzero(words_n // (2**64 // _PARTS) == part)
+            span = slice(held, held + len(mine_n))
+            words_N[span], rows_N[span] = words_n[mine_n], mine_n + first
+            held += len(mine_n)
+        order_N[done : done + held] = pick(rows_N[:held], _word_order(words_N[:held]))
+        done += held
+    return order_N
+
+
+def _word_order(words_n: UInt64[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
+    order_n = np.argsort(words_n)  # five times as fast as a stable sort, and the same unless two words are equal
+    ordered_n = pick(words_n.view(np.int64), order_n)
+    return np.argsort(words_n, kind="stable") if (ordered_n[1:] == ordered_n[:-1]).any() else order_n
 
 
 def _bucketed(
@@ -272,14 +289,13 @@ def _bucketed(
 
     `near`: in each bucket, windows of drawn rows are sorted by length before they are cut.
     """
-    bucket_N = _buckets(lengths_N, edges)
-    rows_N = rows_N[_stable_order(bucket_N[rows_N])]
-    ends = np.cumsum(np.bincount(bucket_N, minlength=len(edges)))
+    counts_L = histogram(lengths_N)
+    ends, bucket_L = _ends(counts_L, edges), np.searchsorted(edges, np.arange(len(counts_L)))
+    rows_N = _grouped(rows_N, pick(bucket_L.astype(np.min_scalar_type(-len(edges))), pick(lengths_N, rows_N)))
     if near:
-        windows = _cuts(ends, tuple(size * _WINDOW for size in sizes))
-        window_N = np.repeat(np.arange(len(windows) - 1, dtype=np.int32), np.diff(windows))
-        order_N = _stable_order(lengths_N[rows_N])
-        rows_N = rows_N[order_N[_stable_order(window_N[order_N])]]
+        for start, stop in pairwise(_cuts(ends, tuple(size * _WINDOW for size in sizes)).tolist()):
+            rows_n = rows_N[start:stop]
+            rows_N[start:stop] = rows_n[_stable_order(lengths_N[rows_n])]
     offsets = _cuts(ends, sizes)
     return rows_N, offsets, np.searchsorted(ends, offsets[:-1], side="right").astype(np.int32)
 
@@ -288,11 +304,27 @@ def _packed(
     rows_N: Int[np.ndarray, " N"], lengths_N: Int[np.ndarray, " N"], budget: int
 ) -> tuple[Int[np.ndarray, " N"], Int[np.ndarray, " ends"]]:
     """Return rows and batch ends, bin after bin. Lengths alone decide the bins, the drawn order which row is where."""
-    longest = int(lengths_N.max())
-    rows_N = rows_N[_stable_order(longest - lengths_N[rows_N])]
-    bins_N = pack(np.bincount(lengths_N), budget)
-    offsets = np.concatenate([[0], np.cumsum(np.bincount(bins_N))])
-    return rows_N[_stable_order(bins_N)], offsets
+    counts_L = histogram(lengths_N)
+    keys_N = pick(lengths_N, rows_N)
+    np.subtract(lengths_N.max(), keys_N, out=keys_N)  # longest first
+    rows_N = _grouped(rows_N, keys_N)
+    bins_N = pack(counts_L, budget)
+    return _grouped(rows_N, bins_N), np.concatenate([[0], np.cumsum(histogram(bins_N))])
+
+
+def _grouped(rows_N: Int[np.ndarray, " N"], keys_N: Int[np.ndarray, " N"]) -> Int[np.ndarray, " N"]:
+    """Return the rows by their keys, which are small whole numbers, and as they were where keys are equal."""
+    counts_G = histogram(keys_N)
+    place_G = np.cumsum(counts_G) - counts_G  # of each group's next row
+    grouped_N = long_array(len(rows_N))
+    step = max(PIECE, len(counts_G))  # with many groups a small piece would cost more than it holds
+    for first in range(0, len(rows_N), step):
+        keys_n = keys_N[first : first + step]
+        counts_G = np.bincount(keys_n, minlength=len(place_G))
+        place_n = np.repeat(place_G - np.cumsum(counts_G) + counts_G, counts_G) + np.arange(len(keys_n))
+        grouped_N[place_n] = rows_N[first : first + step][_stable_order(keys_n)]
+        place_G += counts_G
+    return grouped_N
 
 
 def _cuts(ends: Int[np.ndarray, " K"], sizes: tuple[int, ...]) -> Int[np.ndarray, " ends"]:
@@ -301,9 +333,9 @@ def _cuts(ends: Int[np.ndarray, " K"], sizes: tuple[int, ...]) -> Int[np.ndarray
     return np.concatenate([*starts, ends[-1:]])
 
 
-def _buckets(lengths_N: Int[np.ndarray, " N"], edges: tuple[int, ...]) -> Int[np.ndarray, " N"]:
-    bucket_L = np.searchsorted(edges, np.arange(int(lengths_N.max()) + 1)).astype(np.int32)
-    return bucket_L[lengths_N]
+def _ends(counts_L: Int[np.ndarray, " L"], edges: tuple[int, ...]) -> Int[np.ndarray, " K"]:
+    """Return how many rows lie in each bucket and all before it."""
+    return np.cumsum(counts_L)[np.minimum(edges, len(counts_L) - 1)]
 
 
 def _batch_sizes(settings: DataSettings, edges: tuple[int, ...]) -> tuple[int, ...]:
@@ -313,6 +345,8 @@ def _batch_sizes(settings: DataSettings, edges: tuple[int, ...]) -> tuple[int, .
 def _stable_order(keys_N: Int[np.ndarray, " N"]) -> Int[np.ndarray, " N"]:
     """Return the order of small whole numbers; numpy sorts 16 bits by radix, ten times as fast as 32."""
     order_N = np.argsort(keys_N.astype(np.uint16), kind="stable")
+    if keys_N.dtype.itemsize < 4:
+        return order_N
     high_N = keys_N >> 16
     return order_N if not high_N.any() else order_N[np.argsort(high_N[order_N].astype(np.uint16), kind="stable")]
 

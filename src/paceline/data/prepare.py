@@ -29,6 +29,7 @@ from paceline.records import UserError
 
 _CALLED = ("transformers", "tokenizers", "jinja2")  # whose versions may decide what a row becomes
 Progress = Callable[[int, int | None], None]
+Note = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +96,11 @@ def make(
     max_quarantined: float,
     overwrite: bool,
     on_progress: Progress,
+    on_note: Note,
 ) -> Prepared:
     """Tokenize the files into the dataset `out`; `origin` comes without what is counted here.
+
+    `on_note` gets a warning that would be lost with the error that follows it.
 
     Raises:
         UserError: no row is left, or more than the share `max_quarantined` of them was refused; what was tokenized is
@@ -110,7 +114,7 @@ def make(
             clear(folder)
             raise UserError(f"{_names(files)} holds no rows, so there is nothing to prepare. Give a file with rows.")
         refused = gather_quarantine(folder, [facts.file(folder, ".refused") for facts in pieces if facts.quarantined])
-        _check_ledger(pieces, files, refused, max_quarantined)
+        _check_ledger(pieces, files, refused, max_quarantined, on_note)
         origin = _with_ledger(origin, pieces, files)
         with placing(out, overwrite=overwrite) as aside:
             shards = [facts for facts in pieces if facts.shard.rows]
@@ -173,7 +177,7 @@ def _first_refused(out: Path, refused: Counter[str], entry: bytes) -> UserError:
 
 
 def _check_ledger(
-    pieces: Sequence[PieceFacts], files: Sequence[SourceFile], quarantine: Path | None, limit: float
+    pieces: Sequence[PieceFacts], files: Sequence[SourceFile], quarantine: Path | None, limit: float, on_note: Note
 ) -> None:
     counts: Counter[str] = Counter()
     for facts in pieces:
@@ -181,9 +185,10 @@ def _check_ledger(
     read = sum(facts.read for facts in pieces)
     example = next((facts.unsupervised for facts in pieces if facts.unsupervised), "")
     if counts.total() == read:
+        if counts[UNSUPERVISED]:  # whoever was encoded and fits has nothing to learn from, or would have been kept
+            on_note(_nothing_supervised(counts[UNSUPERVISED], example))
         raise UserError(
             f"No row of {_names(files)} can be used ({_reasons(counts)}). See {quarantine} for each of them."
-            f"{_hint(counts, example)}"
         )
     _check_share(counts, read, quarantine, limit, example)
 
@@ -269,6 +274,15 @@ def _warnings(manifest: Manifest, example: str) -> list[str]:
         "Warning: 100 % of the tokens are supervised, prompts included, so the drafter learns to write prompts too. "
         f"Compare the loss mask with the chat template{shown}."
     ]
+
+
+def _nothing_supervised(rows: int, example: str) -> str:
+    which = "the one row that was" if rows == 1 else f"any of the {rows:,} rows that were"
+    shown = f"; the first row begins {example!r}" if example else ""
+    return (
+        f"Warning: 0 % of the tokens are supervised, or no two in a row, in {which} encoded and checked, so the "
+        f"drafter would learn nothing. Compare the loss mask with the chat template{shown}."
+    )
 
 
 def _found_note(folder: Path, found: Sequence[PieceFacts], of: int) -> str:

@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 from jaxtyping import Bool, Int
 
+from paceline.data.arrays import long_array
 from paceline.data.columns import (
     NEEDED,
     Lists,
@@ -80,12 +81,12 @@ class CompletionDataset:
     @property
     def lengths(self) -> Int[np.ndarray, " N"]:
         """Tokens of each row, put together anew from the mapped files, so that nobody holds them without need."""
-        return _joined(np.diff(offsets) for offsets in self._id_offsets)
+        return _joined((np.diff(offsets) for offsets in self._id_offsets), len(self))
 
     @property
     def candidates(self) -> Int[np.ndarray, " N"]:
         """How many positions of each row may be anchors (blocks.anchor_candidates), put together anew as well."""
-        return _joined(iter(self._candidates))
+        return _joined(iter(self._candidates), len(self))
 
     @property
     def fingerprint(self) -> str:
@@ -305,8 +306,12 @@ def _counted(dataset: CompletionDataset, files: Sequence[Path]) -> Manifest:
     )
 
 
-def _joined(parts: Iterator[Int[np.ndarray, " n"]]) -> Int[np.ndarray, " N"]:
-    return np.concatenate([np.zeros(0, np.int32), *(part.astype(np.int32, copy=False) for part in parts)])
+def _joined(parts: Iterator[Int[np.ndarray, " n"]], rows: int) -> Int[np.ndarray, " N"]:
+    joined_N, first = long_array(rows), 0
+    for part in parts:  # one at a time, for together they are as large as the whole
+        joined_N[first : first + len(part)] = part
+        first += len(part)
+    return joined_N
 
 
 def _row_sums(marks_T: Bool[np.ndarray, " T"], ends: Int[np.ndarray, " ends"]) -> Int[np.ndarray, " n"]:

@@ -57,6 +57,7 @@ def demo(run: Path, *, size_name: str, console: Console) -> dict[str, Any]:
             mask_token_id=settings.drafter.mask_token_id,
             overwrite=True,
             on_progress=tick,
+            on_note=console.line,
         )
     console.line(f"  {prepared['rows']:,} rows, {prepared['tokens']:,} tokens, quarantined {prepared['quarantined']}")
 

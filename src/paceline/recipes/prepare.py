@@ -31,11 +31,13 @@ def prepare_dataset(
     workers: int = 1,
     overwrite: bool = False,
     on_progress: Callable[[int, int | None], None] = lambda done, total: None,
+    on_note: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Tokenize the inputs' rows into the dataset `out` and return a summary (plain data).
 
     Bad rows go to `<out>.quarantine.jsonl` beside the dataset with their reasons; `on_bad="stop"` makes the first of
-    them an error, and so does a share of them above `max_quarantined`. `on_progress` gets rows done and rows in all.
+    them an error, and so does a share of them above `max_quarantined`. `on_progress` gets rows done and rows in all,
+    `on_note` a warning that comes before an error; other notes stand in the summary.
 
     Raises:
         UserError: an input cannot be read, the place is taken, too many rows are bad, or none is left.
@@ -75,6 +77,7 @@ def prepare_dataset(
         max_quarantined=max_quarantined,
         overwrite=overwrite,
         on_progress=on_progress,
+        on_note=on_note,
     )
     return _summary(out, done, job, found=found is not None)
 

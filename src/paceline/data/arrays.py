@@ -1,0 +1,42 @@
+"""Arrays as long as an epoch, with memory that goes back to the system when they do. Free of torch.
+
+What malloc has once handed out in pieces of some megabytes it keeps, though a plan needs it for the blink of an eye, so
+these arrays are mapped one by one. Where numpy would make 64-bit copies of all numbers, these functions go through them
+piece by piece.
+
+Shapes: N and R rows, L numbers from 0 up.
+"""
+
+import mmap
+
+import numpy as np
+from jaxtyping import Int
+from numpy.typing import DTypeLike
+
+PIECE = 1 << 14  # rows that are looked at together
+_SMALL = 1 << 17  # bytes: malloc has room for less without asking for more
+
+
+def long_array(count: int, dtype: DTypeLike = np.int32) -> Int[np.ndarray, " N"]:
+    """Return an array to be filled."""
+    size = count * np.dtype(dtype).itemsize
+    if size < _SMALL:
+        return np.empty(count, dtype)
+    return np.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype)
+
+
+def pick(values_N: Int[np.ndarray, " N"], places_R: Int[np.ndarray, " R"]) -> Int[np.ndarray, " R"]:
+    """Return the values at these places."""
+    picked_R = long_array(len(places_R), values_N.dtype)
+    for first in range(0, len(places_R), PIECE):
+        picked_R[first : first + PIECE] = values_N[places_R[first : first + PIECE]]
+    return picked_R
+
+
+def histogram(values_N: Int[np.ndarray, " N"]) -> Int[np.ndarray, " L"]:
+    """Return how often each number occurs, from 0 up to the largest."""
+    counts_L = np.zeros(int(values_N.max(initial=0)) + 1, dtype=np.int64)
+    step = max(PIECE, len(counts_L))
+    for first in range(0, len(values_N), step):
+        counts_L += np.bincount(values_N[first : first + step], minlength=len(counts_L))
+    return counts_L
