@@ -341,6 +341,8 @@ def test_plan_of_the_run(journey: dict[str, tuple[Path, Ended]]) -> None:
     assert sum(bucket["batches"] for bucket in report["buckets"]) == report["batches"]
     assert report["batch_max"] <= 4
     assert f"{report['samples']} samples loaded lazily" in ended.stderr
+    assert report["memory"]["weights"] > 0
+    assert "memory of a drafter rank" in ended.stderr
 
 
 def test_train_leaves_a_whole_run_folder(journey: dict[str, tuple[Path, Ended]]) -> None:
@@ -465,7 +467,9 @@ def test_plan_of_a_folder_and_of_its_settings_agree(finished: Path) -> None:
         return {key: value for key, value in paceline("plan", *arguments, "--json").json.items() if key not in timed}
 
     folder = planned("dataset")
-    assert planned("RUN.yaml") == folder
+    run = planned("RUN.yaml")
+    assert run.pop("memory")["total"] > 0  # a dataset has no drafter
+    assert run == folder
     assert planned("dataset", "--seed", "0") == folder
 
 

@@ -1,15 +1,13 @@
 """On a CUDA device: the same losses as on the CPU, and lossless decoding in float32."""
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from paceline.config import DataSettings, RunSettings, TrainSettings
+from paceline.config import DataSettings, TrainSettings
 from paceline.data import loader
 from paceline.data.loader import micro_batches
 from paceline.data.mixture import Mixture
@@ -17,35 +15,11 @@ from paceline.data.store import CompletionDataset
 from paceline.decode.generate import generate
 from paceline.decode.speculate import speculate
 from paceline.drafter.model import Drafter
-from paceline.observe.console import Console
-from paceline.recipes.train import train
 from paceline.records import BlockSet, TokenBatch
 from paceline.target.load import TargetFacts, load_ends
 from paceline.target.model import DecodingTarget
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture
-def losses(tmp_path: Path, tiny_folder: Path, shape: Any, write_dataset: Callable[..., Path], random_rows: list) -> Any:
-    """Return a function that trains 20 steps on given devices and returns every step's loss."""
-    dataset = write_dataset(random_rows)
-
-    def run(name: str, devices: tuple[str, str], dtype: str, slots: int = 100, **data: Any) -> list[float]:
-        tree = {
-            "run_dir": str(tmp_path / name),
-            "target": {"model": str(tiny_folder), "dtype": dtype},
-            "drafter": shape.model_dump(),
-            "data": {"dataset": str(dataset), "token_budget": 120, "align": 8, "buckets": 3} | data,
-            "train": {"max_steps": 20, "context_slots": slots, "anchor_slots": slots // 6, "anchors_per_sample": 4}
-            | {"dtype": dtype, "log_every": 1, "lr": 1e-3, "epochs": 20},
-            "pipeline": {"targets": [devices[0]], "drafters": [devices[1]]},
-        }
-        train(RunSettings.model_validate(tree), console=Console(json=True))
-        events = [json.loads(line) for line in (tmp_path / name / "events.jsonl").read_text().splitlines()]
-        return [event["loss"] for event in events if event["event"] == "step"]
-
-    return run
 
 
 @pytest.mark.parametrize("devices", [("cuda:0", "cuda:0"), ("cpu", "cuda:0"), ("cuda:0", "cpu")])
@@ -65,7 +39,7 @@ def tensors_of(batch: TokenBatch) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("layout", ["trimmed", "packed"])
 def test_micro_batches_are_pinned_where_they_are_asked_to_be(
-    make_dataset: Callable[..., CompletionDataset], random_rows: list, layout: str
+    make_dataset: Callable[..., CompletionDataset], random_rows: list[Any], layout: str
 ) -> None:
     data = DataSettings(dataset="d", layout=layout, token_budget=120, align=8)
     small = TrainSettings(epochs=1, context_slots=100, anchor_slots=16, anchors_per_sample=4)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from paceline import blocks
-from paceline.bench.shapes import Shape
 from paceline.bench.features import feature_batches
+from paceline.bench.shapes import Shape
 from paceline.config import DrafterSettings
 from paceline.drafter.attention import TILE, Dense, attend, sparse
 from paceline.drafter.ends import FrozenEnds
@@ -76,7 +76,7 @@ def test_every_policy_gives_the_same_losses(dtype: str, tolerance: float) -> Non
     expected, _ = train("eager", dtype)
     assert expected[-1].loss < expected[0].loss
     for policy in ("compiled", "captured"):
-        reports, step = train(policy, dtype)  # type: ignore[arg-type]
+        reports, step = train(policy, dtype)
         assert step.recompiles == 0
         assert [r.loss for r in reports] == pytest.approx([r.loss for r in expected], rel=tolerance)
         assert [r.blocks for r in reports] == [r.blocks for r in expected]

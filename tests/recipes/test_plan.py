@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 
-from paceline.config import DataSettings, RunSettings, dump_settings
+from paceline.config import DataSettings, RunSettings, TargetSettings, dump_settings, load_settings
 from paceline.data.mixture import Mixture, coverage, first_table, open_mixture
 from paceline.observe.console import Console
 from paceline.recipes import plan as recipe
 from paceline.recipes.plan import plan_epoch
+from paceline.recipes.plan_memory import plan_memory
+from paceline.records import UserError
+from paceline.train.memory import step_memory
 
 ROWS = [([5] * length, 2) for length in (10, 20, 33, 60, 61, 62, 7, 40)]
 
@@ -116,3 +119,84 @@ def test_the_largest_settings_are_planned(run_yaml: Path, layout: str) -> None:
     report = plan_epoch(run_yaml, [*large, "train.epochs=1000000"], seed=None, console=Console(json=True))
     assert report["batches"] == 1
     assert report["samples"] == 8000
+
+
+# --- memory
+
+
+@pytest.mark.parametrize("name", ["tiny", "tied"])
+def test_memory_is_told_for_the_targets_own_sizes(
+    run_yaml: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    facts = request.getfixturevalue(name)
+    run = load_settings(run_yaml, [f"target.model={facts.folder}", "train.optimizer=muon"])
+    sizes = {"hidden_size": facts.hidden_size, "vocab_size": facts.vocab_size, "tied": name == "tied"}
+    want = step_memory(run.drafter, run.train, **sizes)
+    assert plan_memory(run, Console(json=False)) == want.as_dict()
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    rows = {line.rsplit(maxsplit=1)[0].strip(): line.rsplit(maxsplit=1)[1] for line in lines if line.strip()}
+    assert rows["embedding and head"] == f"{want.ends / 2**30:.2f}"
+    assert rows["total"] == f"{want.total / 2**30:.2f}"
+
+
+def test_memory_is_part_of_a_runs_plan_alone(run_yaml: Path, tiny_folder: Path) -> None:
+    report = plan_epoch(run_yaml, [f"target.model={tiny_folder}"], seed=None, console=Console(json=True))
+    parts = {key: value for key, value in report["memory"].items() if key not in ("total", "peak")}
+    assert sum(parts.values()) == report["memory"]["total"] > 0
+    assert "memory" not in plan_epoch(run_yaml.parent / "one", [], seed=None, console=Console(json=True))
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        TargetSettings(model="./nowhere"),
+        TargetSettings(model="a/b"),
+        TargetSettings(model="a/b", revision="0" * 40),
+        TargetSettings(model="./no/where", revision="0" * 40),
+    ],
+)
+def test_a_target_that_is_not_here_is_not_fetched_and_no_error(
+    run_yaml: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], target: TargetSettings
+) -> None:
+    def never(*arguments: object, **more: object) -> None:
+        raise AssertionError("something was fetched")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", never)
+    run = load_settings(run_yaml).model_copy(update={"target": target})
+    assert plan_memory(run, Console(json=False)) is None
+    assert "memory of a drafter rank not estimated: target.model is not on this machine" in capsys.readouterr().out
+
+
+def test_a_hub_target_in_the_cache_is_found_there(
+    run_yaml: Path, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    snapshot = tmp_path / "hub" / "models--a--b" / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_bytes((tiny_folder / "config.json").read_bytes())  # no weights are needed
+    monkeypatch.setattr("huggingface_hub.file_download.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    run = load_settings(run_yaml).model_copy(update={"target": TargetSettings(model="a/b", revision=commit)})
+    here = run.model_copy(update={"target": TargetSettings(model=str(tiny_folder))})
+    assert plan_memory(run, Console(json=True)) == plan_memory(here, Console(json=True)) is not None
+
+
+def test_a_target_without_a_configuration_is_an_error(run_yaml: Path, tmp_path: Path) -> None:
+    (tmp_path / "target").mkdir()
+    with pytest.raises(UserError, match=r"config\.json cannot be read as a model configuration"):
+        plan_memory(load_settings(run_yaml, [f"target.model={tmp_path / 'target'}"]), Console(json=True))
+
+
+def test_an_eager_step_is_said_to_need_more(
+    run_yaml: Path, tiny_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = f"target.model={tiny_folder}"
+    plan_memory(load_settings(run_yaml, [here, "train.policy=eager"]), Console(json=False))
+    assert "train.policy eager needs more" in capsys.readouterr().out
+    plan_memory(load_settings(run_yaml, [here]), Console(json=False))
+    assert "eager" not in capsys.readouterr().out

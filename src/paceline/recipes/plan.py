@@ -1,4 +1,4 @@
-"""`paceline plan`: what an epoch looks like; loads no model."""
+"""`paceline plan`: what an epoch looks like, and what memory a drafter rank needs; loads no model."""
 
 import time
 from pathlib import Path
@@ -9,16 +9,18 @@ from paceline.data.manifest import Origin
 from paceline.data.mixture import Coverage, Mixture, coverage, first_table, open_mixture
 from paceline.data.plan import BucketTable
 from paceline.observe.console import Console
+from paceline.recipes.plan_memory import plan_memory
 from paceline.records import UserError
 
 
 def plan_epoch(what: Path, overrides: list[str], *, seed: int | None, console: Console) -> dict[str, Any]:
-    """Print the first epoch of a dataset folder or of a RUN.yaml and return it as data.
+    """Print the first epoch of a dataset folder, or of a RUN.yaml with the drafter's memory, and return it as data.
 
     Raises:
         UserError: the input cannot be read, or an argument does not go with its kind.
     """
-    settings, train = _settings(what, overrides, seed)
+    run = None if what.is_dir() else _run_settings(what, overrides, seed)
+    settings, train = (run.data, run.train) if run else _folder_settings(what, overrides, seed)
     began = time.perf_counter()
     mixture = open_mixture(settings)
     opened = time.perf_counter()
@@ -28,6 +30,7 @@ def plan_epoch(what: Path, overrides: list[str], *, seed: int | None, console: C
     share = coverage(mixture, anchors_per_sample=train.anchors_per_sample, epochs=train.epochs)
     print_buckets(buckets, console)
     _print_losses(lost, share, train, console)
+    memory = {"memory": plan_memory(run, console)} if run else {}
     return {
         **buckets.as_dict(),
         "datasets": _rows_of_datasets(mixture, console),
@@ -42,20 +45,22 @@ def plan_epoch(what: Path, overrides: list[str], *, seed: int | None, console: C
         },
         "open_s": round(opened - began, 4),
         "plan_s": round(planned - opened, 4),
+        **memory,
     }
 
 
-def _settings(what: Path, overrides: list[str], seed: int | None) -> tuple[DataSettings, TrainSettings]:
+def _folder_settings(what: Path, overrides: list[str], seed: int | None) -> tuple[DataSettings, TrainSettings]:
+    if overrides:
+        raise UserError(f"{overrides[0]!r} changes a RUN.yaml, but {what} is a folder. Give a RUN.yaml to plan.")
+    return DataSettings(dataset=str(what)), TrainSettings(seed=seed or 0)
+
+
+def _run_settings(what: Path, overrides: list[str], seed: int | None) -> RunSettings:
     if not what.exists():
         raise UserError(f"There is no dataset folder or settings file {what}. Give one of them.")
-    if what.is_dir():
-        if overrides:
-            raise UserError(f"{overrides[0]!r} changes a RUN.yaml, but {what} is a folder. Give a RUN.yaml to plan.")
-        return DataSettings(dataset=str(what)), TrainSettings(seed=seed or 0)
     if seed is not None:
         raise UserError(f"--seed is for a dataset folder, got it with {what}. Add train.seed={seed} instead.")
-    run: RunSettings = load_settings(what, overrides)
-    return run.data, run.train
+    return load_settings(what, overrides)
 
 
 def _rows_of_datasets(mixture: Mixture, console: Console) -> list[dict[str, Any]]:

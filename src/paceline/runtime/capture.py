@@ -33,6 +33,7 @@ class Captured:
             self._graph.register_generator_state(generator)
         # Backward in the capturing thread: a graph holds what its own thread does.
         with torch.autograd.set_multithreading_enabled(False):
+            torch.cuda.empty_cache()  # what another stream's run left would be held beside this one's
             with torch.cuda.stream(stream):
                 for _ in range(2):
                     work()

@@ -104,7 +104,7 @@ def keep_compiled_code() -> None:
     Raises:
         UserError: the folder cannot be made.
     """
-    from torch._inductor.runtime.runtime_utils import default_cache_dir
+    from torch._inductor.runtime.runtime_utils import default_cache_dir  # type: ignore[attr-defined]
 
     folder = cache_folder() / "inductor"
     # torch itself writes its own place there as soon as some of its modules are imported.

@@ -1,0 +1,277 @@
+"""What the drafter's step occupies on its GPU, computed from the settings alone, and what to lower if that is too much.
+
+Estimated is the peak of what torch has allocated for a step that is compiled or captured, over a micro-batch and the
+update. Eager steps take more: dense masks, and whatever torch's choice of an attention kernel keeps. What is beside the
+step on the same GPU, a target or features that wait, is not in it.
+
+What backward keeps was read off the joint graph that AOTAutograd's partitioner cuts (torch 2.13). It recomputes next
+to nothing here: nearly everything feeds a matrix product or attention in backward. Of a layer, in the compute format:
+- of a block slot: inputs and outputs of both norms (4 H), q before and after its norm and rotation (2 N E), the
+  attention's output as the kernel writes it and as o_proj reads it (2 N E: the layouts differ), k before its norm
+  (M E), and of the MLP gate, up and their product (3 F); in float32 an rms for both norms and for each head of q and
+  k, and the attention's logsumexp (2 + 2 N + M);
+- of a key, context and block slots alike: k and v as attention reads them (2 M E);
+- of a context slot: k before its norm (M E) and an rms for each of its heads (M).
+Beside the layers: the context before and after hidden_norm (2 H and an rms a context slot), and the last norm's input
+(H and an rms a block slot). Features are kept where they lie, in the buffers.
+
+The step's peak is that of one of four phases, all but the last of which also hold hidden states and their gradient
+(2 H a slot that has a loss):
+- loss: activations, and a chunk of logits as the product gives them and as their gradient in float32;
+- backward, at its begin: activations, and of the last layer one more of the MLP's width and a matrix's gradient;
+- gradients, at its end: what autograd returns for all weights, and the context's keys and values of all layers;
+- update: fused AdamW needs nothing, Muon copies of the matrices of a shape.
+
+Shapes: C context slots, A anchors, B block slots, Q = A * B, K = C + Q, H width, F width of the MLP, N heads, M
+key/value heads, E head width, L layers, V vocabulary.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from paceline.config import DrafterSettings, TrainSettings
+from paceline.drafter.attention import TILE
+from paceline.runtime.compiling import Policy
+
+Phase = Literal["loss", "backward", "gradients", "update"]
+
+# Constants that no shape gives; `benchmarks/step_memory.py` holds the whole estimate against a GPU.
+_WORKSPACE = 96 << 20  # bytes: cuBLAS keeps 32 MiB (Hopper) for each thread and stream: forward, backward, capture
+_OUTPUTS = 2  # copies of the attention's output that are kept: laid out as its kernel does, and as o_proj reads it
+_USABLE = 0.95  # share of the free memory that a step can use: the rest goes to gaps between blocks and to CUDA graphs
+_LEAST_LOGITS_MIB = 64  # of train.logits_mib that is advised: with fewer rows the head's products slow down
+
+_TEMPORARIES: dict[Phase, str] = {
+    "loss": "logits and their gradients",
+    "backward": "temporaries of a layer",
+    "gradients": "new gradients",
+    "update": "temporaries of the update",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """Bytes of one drafter rank's device at the step's peak, by what they are for."""
+
+    weights: int  # float32, what is trained and saved
+    gradients: int  # float32 sums
+    moments: int
+    working_copy: int  # of the weights, in bfloat16; 0 where the weights themselves are used
+    ends: int  # the target's embedding and head
+    buffers: int  # the micro-batch at the one shape
+    activations: int  # kept for backward; 0 where the peak is when they are gone
+    temporaries: int
+    workspace: int
+    peak: Phase  # when it is reached, which says what the temporaries are
+
+    @property
+    def total(self) -> int:
+        """Bytes at the peak."""
+        return sum(self.parts().values())
+
+    def parts(self) -> dict[str, int]:
+        """Return the bytes of each part by its name for a person."""
+        return {
+            "weights": self.weights,
+            "gradients": self.gradients,
+            "moments": self.moments,
+            "working copy": self.working_copy,
+            "embedding and head": self.ends,
+            "buffers": self.buffers,
+            "activations": self.activations,
+            _TEMPORARIES[self.peak]: self.temporaries,
+            "workspace": self.workspace,
+        }
+
+    def as_dict(self) -> dict[str, int | str]:
+        """Return every part in bytes, their sum and when the peak is."""
+        return {**asdict(self), "total": self.total}
+
+
+def step_memory(
+    drafter: DrafterSettings, train: TrainSettings, *, hidden_size: int, vocab_size: int, tied: bool
+) -> StepMemory:
+    """Return the estimate for a compiled or captured step; `tied` says whether embedding and head are one tensor."""
+    C, A, B, H = train.context_slots, train.anchor_slots, drafter.block_size, hidden_size
+    mixed = train.dtype == "bfloat16"
+    wire = 2 if mixed else 4
+    matrices, norms = _matrices(drafter, H), _norms(drafter, H)
+    matrix_entries, norm_entries = _entries(matrices), sum(norms)
+    padded = sum(-(-entries // 64) * 64 for entries in [*(r * c for r, c in matrices), *norms])  # as the step lays them
+    muon = train.optimizer == "muon"
+    adam = norm_entries if muon else matrix_entries + norm_entries
+    steps = len(norms) if muon else len(matrices) + len(norms)  # AdamW counts them for each weight, in float32
+    activations = _activations(drafter, C, A, H, wire)
+    rows, wide = A * (B - 1), wire * drafter.intermediate_size
+    chunk = min(rows, max(1, (train.logits_mib << 20) // (4 * vocab_size)))  # at most; the loss prefers a divisor
+    hidden = 2 * wire * H * rows
+    phases: dict[Phase, tuple[int, int]] = {  # activations and temporaries that are there together
+        "loss": (activations, hidden + chunk * vocab_size * (wire + 4)),
+        "backward": (activations, hidden + wide * (A * B + H)),
+        "gradients": (
+            0,
+            hidden + wire * matrix_entries + 4 * norm_entries + _context_gradients(drafter, C, A, H, wire),
+        ),
+        "update": (0, _newton_schulz(matrices) if muon else 0),
+    }
+    peak = max(phases, key=lambda phase: sum(phases[phase]))
+    return StepMemory(
+        weights=4 * (matrix_entries + norm_entries),
+        gradients=4 * padded,
+        moments=8 * adam + 4 * steps + (4 * matrix_entries if muon else 0),
+        working_copy=2 * matrix_entries + 4 * norm_entries if mixed else 0,
+        ends=vocab_size * H * wire * (1 if tied else 2),
+        buffers=C * (len(drafter.taps) * H * wire + 8) + A * (4 * 8 + B * 9),
+        activations=phases[peak][0],
+        temporaries=phases[peak][1],
+        workspace=_WORKSPACE,
+        peak=peak,
+    )
+
+
+def advice(
+    drafter: DrafterSettings,
+    train: TrainSettings,
+    *,
+    hidden_size: int,
+    vocab_size: int,
+    tied: bool,
+    policy: Policy,
+    room: int,
+    total: int,
+) -> str:
+    """Return what a step that ran out of memory needs, and which sizes to lower to what.
+
+    `policy` is how the step ran; `room` is what it may take of the device's `total`, in bytes. Sizes that are named fit
+    by the estimate.
+    """
+
+    def memory(**changes: int) -> StepMemory:
+        changed = train.model_copy(update=changes)
+        return step_memory(drafter, changed, hidden_size=hidden_size, vocab_size=vocab_size, tied=tied)
+
+    now = memory()
+    # What ran out although it should fit must become smaller all the same.
+    goal = min(int(_USABLE * room), int(0.9 * now.total))
+    there = f"can have {_gib(room)} of the device's {_gib(total)} (others hold the rest)"
+    if policy == "eager":
+        # Dense masks, and what an attention kernel of torch's choice keeps: not estimated, and larger.
+        said = f"Policy eager needs more memory than a compiled step, which needs about {_gib(now.total)}; it {there}"
+        if now.total <= _USABLE * room:
+            return f"{said}. Set train.policy to compiled or captured."
+    else:
+        but = ", which should do but did not" if now.total <= room else ""
+        said = f"The step needs about {_gib(now.total)} at its peak ({_largest(now)}) and {there}{but}"
+    options = _options(drafter, train, lambda **changes: memory(**changes).total, goal)
+    if options:
+        return f"{said}. Lower {options}."
+    least = memory(anchor_slots=_anchor_unit(drafter), context_slots=TILE, logits_mib=1).total
+    return (
+        f"{said}. The smallest micro-batch there is needs {_gib(least)}, nearly all of it for weights, gradients, "
+        "moments, embedding and head. Lower drafter.layers, or use a device with more memory in pipeline.drafters."
+    )
+
+
+def _matrices(drafter: DrafterSettings, H: int) -> list[tuple[int, int]]:
+    """Return rows and columns of every matrix."""
+    q, kv, F = drafter.heads * drafter.head_dim, drafter.kv_heads * drafter.head_dim, drafter.intermediate_size
+    layer = [(q, H), (kv, H), (kv, H), (H, q), (F, H), (F, H), (H, F)]
+    return [(H, len(drafter.taps) * H), *layer * drafter.layers]
+
+
+def _norms(drafter: DrafterSettings, H: int) -> list[int]:
+    """Return the entries of every norm's weight."""
+    return [H, H, *[H, H, drafter.head_dim, drafter.head_dim] * drafter.layers]
+
+
+def _entries(matrices: list[tuple[int, int]]) -> int:
+    return sum(rows * columns for rows, columns in matrices)
+
+
+def _activations(drafter: DrafterSettings, C: int, A: int, H: int, wire: int) -> int:
+    """Return what backward keeps, as the module's docstring lists it."""
+    N, M, E, L = drafter.heads, drafter.kv_heads, drafter.head_dim, drafter.layers
+    Q = A * drafter.block_size
+    slot = wire * (4 * H + (2 + _OUTPUTS) * N * E + M * E + 3 * drafter.intermediate_size) + 4 * (2 + 2 * N + M)
+    key, context = wire * 2 * M * E, wire * M * E + 4 * M
+    beside = C * (wire * 2 * H + 4) + Q * (wire * H + 4)
+    return L * (Q * slot + (C + Q) * key + C * context) + beside
+
+
+def _context_gradients(drafter: DrafterSettings, C: int, A: int, H: int, wire: int) -> int:
+    """Return what is left at the end of backward beside the weights' gradients: the context's, of every layer."""
+    keys, narrow = C + A * drafter.block_size, drafter.kv_heads * drafter.head_dim
+    return wire * (4 * C * H + drafter.layers * narrow * (C + 2 * keys))
+
+
+def _newton_schulz(matrices: list[tuple[int, int]]) -> int:
+    """Return the temporaries of Muon for the largest group of matrices of one shape.
+
+    An entry is there twice in float32, as update and in the stack, and twice in bfloat16, before and after an
+    iteration, which has three square matrices.
+    """
+    counts = {shape: matrices.count(shape) for shape in matrices}
+    return max(n * (12 * r * c + 3 * 2 * min(r, c) ** 2) for (r, c), n in counts.items())
+
+
+def _options(drafter: DrafterSettings, train: TrainSettings, needs: Callable[..., int], goal: int) -> str:
+    """Return in words the sizes that bring the step to `goal` bytes; an empty text if none do."""
+    unit = _anchor_unit(drafter)
+    A, C, mib = train.anchor_slots, train.context_slots, train.logits_mib
+    anchors = _largest_multiple(unit, A, goal, lambda n: needs(anchor_slots=n))
+    context = _largest_multiple(TILE, C, goal, lambda n: needs(context_slots=n))
+    logits = _largest_multiple(1, mib, goal, lambda n: needs(logits_mib=n))
+    found = []
+    if anchors:
+        found.append(f"train.anchor_slots from {A:,} to {anchors:,}{_with_anchors(train, anchors)}")
+    if context:
+        found.append(f"train.context_slots from {C:,} to {context:,}, which no sample may exceed")
+    if logits >= _LEAST_LOGITS_MIB:
+        found.append(f"train.logits_mib from {mib:,} to {logits:,}")
+    if found:
+        return " or ".join(found)
+    return _together(train, unit, needs, goal)
+
+
+def _together(train: TrainSettings, unit: int, needs: Callable[..., int], goal: int) -> str:
+    """Return in words how anchors and context become smaller in proportion; an empty text if in vain."""
+    A, C = train.anchor_slots, train.context_slots
+
+    def context_for(anchors: int) -> int:
+        return max(1, C * anchors // A // TILE) * TILE
+
+    anchors = _largest_multiple(unit, A, goal, lambda n: needs(anchor_slots=n, context_slots=context_for(n)))
+    if not anchors:
+        return ""
+    return (
+        f"together train.anchor_slots from {A:,} to {anchors:,}{_with_anchors(train, anchors)} and "
+        f"train.context_slots from {C:,} to {context_for(anchors):,}, which no sample may exceed"
+    )
+
+
+def _anchor_unit(drafter: DrafterSettings) -> int:
+    """Return the fewest anchors whose slots are whole tiles of attention."""
+    return TILE // math.gcd(TILE, drafter.block_size)
+
+
+def _with_anchors(train: TrainSettings, anchors: int) -> str:
+    """Return what else must be lowered with train.anchor_slots."""
+    return " (train.anchors_per_sample too)" if anchors < train.anchors_per_sample else ""
+
+
+def _largest_multiple(unit: int, below: int, goal: int, needs: Callable[[int], int]) -> int:
+    """Return the largest multiple of `unit` under `below` that needs no more than `goal` bytes, or 0."""
+    return unit * bisect_right(range(1, -(-below // unit)), goal, key=lambda count: needs(unit * count))
+
+
+def _largest(memory: StepMemory) -> str:
+    """Return the four largest parts in words."""
+    parts = sorted(memory.parts().items(), key=lambda part: -part[1])[:4]
+    return ", ".join(f"{name} {_gib(size)}" for name, size in parts)
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"

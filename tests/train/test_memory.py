@@ -1,0 +1,385 @@
+"""What a step is estimated to occupy against the tensors of real steps, and what is advised when memory ran out."""
+
+import dataclasses
+import re
+import weakref
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from paceline.bench.shapes import SHAPES
+from paceline.config import DrafterSettings, TrainSettings
+from paceline.drafter import model
+from paceline.drafter.ends import FrozenEnds
+from paceline.drafter.loss import frozen_head_loss
+from paceline.drafter.model import Drafter
+from paceline.records import RunError
+from paceline.runtime.compiling import Policy
+from paceline.runtime.gate import Gate
+from paceline.train.memory import StepMemory, advice, step_memory
+from paceline.train.rank import DrafterRank
+from paceline.train.ranks import Meeting
+from paceline.train.step import DrafterStep
+
+H, V, GIB = 48, 300, 2**30
+DRAFTER = DrafterSettings(
+    block_size=4,
+    layers=3,
+    taps=(0, 2, 4),
+    mask_token_id=3,
+    heads=4,
+    kv_heads=2,
+    head_dim=10,  # so that not every weight is a multiple of 64 entries
+    intermediate_size=128,
+    rope_theta=1e4,
+)
+TRAIN = TrainSettings(context_slots=72, anchor_slots=10, anchors_per_sample=6, dtype="float32")
+
+
+def make_step(train: TrainSettings, *, tied: bool = False, drafter: DrafterSettings = DRAFTER) -> DrafterStep:
+    embed = torch.randn(V, H)
+    ends = FrozenEnds(embed, embed if tied else embed.clone())
+    return DrafterStep(Drafter(drafter, H).initialise(0), ends, train)
+
+
+def estimate(train: TrainSettings, *, tied: bool = False, drafter: DrafterSettings = DRAFTER) -> StepMemory:
+    return step_memory(drafter, train, hidden_size=H, vocab_size=V, tied=tied)
+
+
+def held(tensors: Iterable[Tensor], *, besides: Collection[int] = ()) -> int:
+    """Return the bytes of the tensors' storages, each once."""
+    storages = {s.data_ptr(): s.nbytes() for s in (tensor.untyped_storage() for tensor in tensors)}
+    return sum(size for place, size in storages.items() if place not in besides)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_stays_is_counted_to_the_byte(dtype: str, optimizer: str, tied: bool) -> None:
+    train = TRAIN.model_copy(update={"dtype": dtype, "optimizer": optimizer})
+    step = make_step(train, tied=tied)
+    step.warm()
+    said = estimate(train, tied=tied)
+    moments = [value for state in step.optimizer.adamw.state.values() for value in state.values()]
+    moments += step.optimizer.muon.buffers if step.optimizer.muon else []
+    assert said.weights == held(step.drafter.parameters())
+    assert said.gradients == held([p.grad for p in step.drafter.parameters() if p.grad is not None])
+    assert said.moments == held(moments)
+    assert said.working_copy == (held(step._leaves) if dtype == "bfloat16" else 0)
+    assert said.ends == held([step.ends.embed_VH, step.ends.head_VH])
+    assert said.buffers == held([getattr(step.buffers, field.name) for field in dataclasses.fields(step.buffers)])
+
+
+@torch.library.custom_op("paceline_test::attend", mutates_args=())
+def opaque(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention of everything to everything, as one operation that keeps what flex_attention keeps."""
+    out = scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    return out.contiguous(), out.new_zeros(q.shape[:-1], dtype=torch.float32)
+
+
+@opaque.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty(q.shape, dtype=q.dtype), torch.empty(q.shape[:-1])
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs, *output)
+
+
+@torch.library.custom_op("paceline_test::attend_backward", mutates_args=())
+def opaque_backward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor) -> list[Tensor]:
+    """Gradients of the right shapes."""
+    return [torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)]
+
+
+@opaque_backward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor) -> list[Tensor]:
+    return [torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)]
+
+
+opaque.register_autograd(
+    lambda ctx, grad, _: tuple(opaque_backward(*ctx.saved_tensors, grad.contiguous())), setup_context=_keep
+)
+
+
+@pytest.mark.usefixtures("traceable")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_activations_are_what_the_compiled_step_keeps_for_backward(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Wide enough that what is counted is not lost among masks and indices; every width another one.
+    drafter = DRAFTER.model_copy(update={"head_dim": 16, "heads": 6, "intermediate_size": 160})
+    train = TRAIN.model_copy(update={"dtype": dtype, "context_slots": 1024, "anchor_slots": 96})
+    monkeypatch.setattr(model, "attend", lambda q, k, v, visibility: opaque(q, k, v)[0])
+    step = make_step(train, drafter=drafter)
+    # The graphs that inductor would get, cut as for inductor, and run as they are.
+    compiled = torch.compile(step._hidden, backend="aot_eager_decomp_partition", fullgraph=True, dynamic=False)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda saved: saved):  # type: ignore[func-returns-value]
+        compiled(step._visibility())
+    buffers = [getattr(step.buffers, field.name) for field in dataclasses.fields(step.buffers)]
+    there = [*step._leaves, *buffers, step.ends.embed_VH, step.ends.head_VH, step.weights_B]
+    truth = held(kept, besides={tensor.untyped_storage().data_ptr() for tensor in there})
+    said = estimate(train, drafter=drafter)
+    assert said.peak == "loss"
+    assert said.activations == pytest.approx(truth, rel=0.005)
+
+
+class Live(TorchDispatchMode):
+    """Follows the bytes of tensors that operations make, while they live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.shapes: set[tuple[int, ...]] = set()
+        self._seen: dict[int, Any] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **kwargs or {})
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        for tensor in tree_leaves(made):
+            if not isinstance(tensor, Tensor):
+                continue
+            self.shapes.add(tuple(tensor.shape))
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._seen and storage._cdata not in given:
+                self._seen[storage._cdata] = weakref.ref(storage, self._gone(storage._cdata, storage.nbytes()))
+                self.now += storage.nbytes()
+        self.peak = max(self.peak, self.now)
+        return made
+
+    def _gone(self, place: int, size: int) -> Callable[[Any], None]:
+        def forget(_: Any) -> None:
+            self.now -= size
+            del self._seen[place]
+
+        return forget
+
+
+def test_the_temporaries_of_muon_are_what_its_update_makes() -> None:
+    drafter = DRAFTER.model_copy(update={"layers": 4, "intermediate_size": 1024})
+    train = TRAIN.model_copy(
+        update={"optimizer": "muon", "context_slots": 4, "anchor_slots": 1, "anchors_per_sample": 1}
+    )
+    step = make_step(train, drafter=drafter)
+    step.warm()
+    with Live() as live:
+        step.optimizer.step()
+    said = estimate(train, drafter=drafter)
+    assert said.peak == "update"
+    assert said.temporaries == pytest.approx(live.peak, rel=0.1)
+
+
+@pytest.mark.parametrize(("anchors", "exact"), [(4 * 291, True), (40, True), (1200, False), (1201, False)])
+def test_chunks_of_logits_have_no_more_rows_than_estimated(anchors: int, exact: bool) -> None:
+    train = TRAIN.model_copy(update={"anchor_slots": anchors, "logits_mib": 1, "context_slots": 1})
+    rows = anchors * 3
+    arguments = (torch.zeros(V, H), torch.zeros(rows, dtype=torch.long), torch.ones(rows))
+    with Live() as live:
+        frozen_head_loss(torch.zeros(rows, H), *arguments, logits_bytes=1 << 20)
+    taken = max(shape[0] for shape in live.shapes if shape[1:] == (V,))
+    narrow = DRAFTER.model_copy(update={"layers": 1, "intermediate_size": 1})  # so that the loss is the peak
+    said = estimate(train, drafter=narrow)
+    assert said.peak == "loss"
+    estimated = (said.temporaries - 2 * 4 * H * rows) / (V * 8)
+    assert taken == estimated if exact else taken <= estimated < 2 * taken
+
+
+@pytest.mark.parametrize("name", sorted(SHAPES))
+@pytest.mark.parametrize("key", ["context_slots", "anchor_slots", "logits_mib"])
+def test_a_larger_size_never_needs_less(name: str, key: str) -> None:
+    shape = SHAPES[name]
+    train = shape.train_settings("bfloat16")
+    sizes = {"hidden_size": shape.hidden_size, "vocab_size": shape.vocab_size, "tied": True}
+    needs = [
+        step_memory(shape.drafter, train.model_copy(update={key: value}), **sizes).total  # type: ignore[arg-type]
+        for value in range(128, 8192, 128)
+    ]
+    assert needs == sorted(needs)
+
+
+def advise(train: TrainSettings, room: float, *, policy: Policy = "captured") -> str:
+    shape = SHAPES["qwen3-8b"]
+    return advice(
+        shape.drafter,
+        train,
+        hidden_size=shape.hidden_size,
+        vocab_size=shape.vocab_size,
+        tied=False,
+        policy=policy,
+        room=int(room * GIB),
+        total=140 * GIB,
+    )
+
+
+def needs(train: TrainSettings, **changes: int) -> int:
+    shape = SHAPES["qwen3-8b"]
+    changed = train.model_copy(update=changes)
+    sizes = {"hidden_size": shape.hidden_size, "vocab_size": shape.vocab_size, "tied": False}
+    return step_memory(shape.drafter, changed, **sizes).total  # type: ignore[arg-type]
+
+
+def named(said: str) -> dict[str, int]:
+    """Return the sizes that a piece of advice names, by key."""
+    return {key: int(to.replace(",", "")) for key, to in re.findall(r"train\.(\w+) from [\d,]+ to ([\d,]+)", said)}
+
+
+@pytest.mark.parametrize(
+    ("room", "logits_mib", "slots", "kinds"),
+    [
+        (60.0, 256, (12_288, 2048), {"anchor_slots"}),  # should have fitted
+        (30.0, 1280, (12_288, 2048), {"anchor_slots"}),
+        (60.0, 12_000, (12_288, 2048), {"anchor_slots", "logits_mib"}),
+        (28.0, 256, (40_960, 512), {"anchor_slots", "context_slots"}),
+        (33.0, 3000, (40_960, 512), {"anchor_slots", "context_slots", "logits_mib"}),
+        (23.6, 256, (40_960, 512), {"together"}),
+        (24.5, 12_000, (65_536, 2048), {"together"}),
+        (22.5, 256, (12_288, 2048), {"layers"}),
+    ],
+)
+def test_sizes_that_are_advised_fit_and_the_next_larger_ones_do_not(
+    room: float, logits_mib: int, slots: tuple[int, int], kinds: set[str]
+) -> None:
+    C, A = slots
+    train = SHAPES["qwen3-8b"].train_settings("bfloat16")
+    train = train.model_copy(update={"logits_mib": logits_mib, "context_slots": C, "anchor_slots": A})
+    goal = min(0.95 * room * GIB, 0.9 * needs(train))
+
+    def largest(key: str, unit: int, least: int = 1) -> int | None:
+        values = range(unit, getattr(train, key), unit)
+        return max((v for v in values if v >= least and needs(train, **{key: v}) <= goal), default=None)
+
+    want = {
+        "anchor_slots": largest("anchor_slots", 8),  # blocks of 16: 8 fill a tile of 128
+        "context_slots": largest("context_slots", 128),
+        "logits_mib": largest("logits_mib", 1, least=64),
+    }
+    alone = {key: value for key, value in want.items() if value is not None}
+    said = advise(train, room)
+    got = named(said)
+    if kinds == {"together"}:
+        assert not alone
+        assert "together" in said
+        assert set(got) == {"anchor_slots", "context_slots"}
+        assert got["context_slots"] % 128 == got["anchor_slots"] % 8 == 0
+        assert needs(train, **got) <= goal
+        more = got["anchor_slots"] + 8
+        assert needs(train, anchor_slots=more, context_slots=C * more // A // 128 * 128) > goal
+    elif kinds == {"layers"}:
+        assert not got
+        assert "Lower drafter.layers" in said
+        assert needs(train, anchor_slots=8, context_slots=128, logits_mib=1) > goal
+    else:
+        assert set(got) == kinds
+        assert got == alone
+        assert "together" not in said
+    assert ("anchors_per_sample too" in said) == (got.get("anchor_slots", 512) < 512)
+
+
+def test_advice_names_what_is_needed_and_what_is_there() -> None:
+    train = SHAPES["qwen3-8b"].train_settings("bfloat16")
+    said = advise(train, 40)
+    assert f"needs about {needs(train) / GIB:.1f} GiB" in said
+    assert "can have 40.0 GiB of the device's 140.0 GiB" in said
+    assert "should do" not in said
+    assert "which should do but did not" in advise(train, 60)
+    assert advise(train, 60, policy="eager").endswith("Set train.policy to compiled or captured.")
+    assert named(advise(train, 40, policy="eager")) == named(said)
+
+
+def test_a_buffer_of_logits_too_small_to_be_fast_is_not_advised() -> None:
+    drafter = DRAFTER.model_copy(update={"layers": 1, "intermediate_size": 1})
+    train = TRAIN.model_copy(update={"logits_mib": 1000, "anchor_slots": 4000, "context_slots": 1})
+    sizes = {"hidden_size": H, "vocab_size": 30_000, "tied": False}
+
+    def said(logits_mib: int) -> str:
+        less = train.model_copy(update={"logits_mib": logits_mib})
+        fits = step_memory(drafter, less, **sizes).total  # type: ignore[arg-type]
+        return advice(drafter, train, **sizes, policy="captured", room=int(fits / 0.95) + 1, total=GIB)  # type: ignore[arg-type]
+
+    assert "train.logits_mib from 1,000 to 64" in said(64)
+    assert "logits_mib" not in said(63)
+
+
+class Failing:
+    """A step that cannot be rehearsed."""
+
+    def __init__(self, error: Exception, during: Exception | None = None) -> None:
+        self._error, self._during = error, during
+
+    def warm(self) -> None:
+        if self._during is None:
+            raise self._error
+        try:
+            raise self._error
+        except RuntimeError:
+            raise self._during  # noqa: B904 - as CUDA's capture does
+
+
+@pytest.fixture
+def rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], DrafterRank]:
+    """Return a maker of ranks of the 8B shape on a GPU of 40 GiB: 3 free, 30 allocated and 2 more reserved."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 * GIB, 40 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 32 * GIB)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 30 * GIB)
+    shape = SHAPES["qwen3-8b"]
+
+    def make(step: Any) -> DrafterRank:
+        made = DrafterRank(
+            0,
+            "cuda:0",
+            drafter=shape.drafter,
+            train=shape.train_settings("bfloat16"),
+            hidden_size=shape.hidden_size,
+            target_revision="r",
+            load_ends=lambda: FrozenEnds(torch.zeros(1, 1), torch.zeros(1, 1)),
+            source=(),
+            meeting=Meeting(1),
+            total_steps=1,
+            on_step=lambda report: None,
+            policy="captured",
+            gate=Gate(),
+            alarm=lambda reason: None,
+        )
+        made._step, made._vocab_size, made._tied = step, shape.vocab_size, False
+        return made
+
+    return make
+
+
+@pytest.mark.parametrize("during", [None, RuntimeError("operation failed due to a previous error during capture")])
+def test_a_rank_that_runs_out_of_memory_says_what_to_lower(
+    rank: Callable[[Any], DrafterRank], during: Exception | None
+) -> None:
+    with pytest.raises(RunError) as caught:
+        rank(Failing(torch.OutOfMemoryError("tried to allocate"), during)).warm()
+    train = SHAPES["qwen3-8b"].train_settings("bfloat16")
+    there = step_memory(SHAPES["qwen3-8b"].drafter, train, hidden_size=4096, vocab_size=151_936, tied=False)
+    # What the rank has put there itself already, and what is free or reserved and not used.
+    room = 5 + (there.weights + there.gradients + there.working_copy + there.ends + there.buffers) / GIB
+    want = advise(train, room).replace("140.0 GiB", "40.0 GiB")
+    assert str(caught.value) == f"out of memory. {want}"
+
+
+def test_a_rank_that_runs_out_of_memory_while_loading_says_so_too(
+    rank: Callable[[Any], DrafterRank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Drafter, seed: int) -> Drafter:
+        raise torch.OutOfMemoryError("tried to allocate")
+
+    made = rank(None)
+    monkeypatch.setattr(Drafter, "__init__", lambda self, settings, hidden_size: None)
+    monkeypatch.setattr(Drafter, "initialise", fail)
+    with pytest.raises(RunError, match=r"out of memory.*can have 5\.0 GiB.*drafter\.layers"):
+        made.load()
+
+
+def test_another_error_stays_what_it_is(rank: Callable[[Any], DrafterRank]) -> None:
+    with pytest.raises(ValueError, match="another"):
+        rank(Failing(ValueError("another"))).warm()
+    with pytest.raises(RuntimeError, match="kernel"):
+        rank(Failing(RuntimeError("no kernel"))).warm()
