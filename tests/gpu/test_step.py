@@ -19,7 +19,11 @@ from paceline.runtime.compiling import Policy, forbid_recompiles, warm_compiler
 from paceline.train.loop import alone, train_loop
 from paceline.train.step import DrafterStep
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("traceable")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("traceable"),
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),  # inductor's hint for float32
+]
 
 DEVICE = torch.device("cuda:0")
 SHAPE = Shape(

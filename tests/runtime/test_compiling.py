@@ -75,6 +75,24 @@ def test_one_shape_runs_compiled_and_sounds_an_alarm_on_another() -> None:
     assert "function" in reasons[0]
 
 
+def test_many_devices_and_shapes_are_variants_of_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch stops at eight unless it is told otherwise, and in a worker it must be told by argument."""
+    real = torch.compile
+    without_inductor = lambda function, options, **more: real(function, backend="eager", **more)  # noqa: E731
+    monkeypatch.setattr(torch, "compile", without_inductor)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x * 3 + 1
+
+    def run() -> None:
+        for size in range(2, 14):
+            one = OneShape(function, instead=function)
+            torch.testing.assert_close(one(torch.ones(size)), torch.full((size,), 4.0))
+            assert one.recompiles == 0
+
+    in_thread(run)
+
+
 def test_errors_of_the_function_are_not_taken_for_recompiles() -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         return x @ torch.ones(7, 2)
@@ -129,7 +147,9 @@ def test_compiled_code_is_kept_in_the_cache_folder(monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     (tmp_path / "file").touch()
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "file"))
-    with pytest.raises(UserError, match=r"folder for compiled code, .*file/inductor, cannot be made .*PACELINE_CACHE"):
+    with pytest.raises(
+        UserError, match=r"folder for compiled code, .*file/inductor, cannot be written to .*PACELINE_CACHE"
+    ):
         keep_compiled_code()
 
 

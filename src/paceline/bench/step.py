@@ -1,10 +1,12 @@
 """`paceline bench step`: the drafter's step under every policy, in a worker thread as in a run.
 
-Each policy is measured in a process of its own, so that none finds memory or compiled code of another.
+Each policy is measured in a process of its own, so that none finds memory of another. Code that was compiled before is
+found again, in this run or an earlier one; `compiled` and `found` count both.
 """
 
 import multiprocessing
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -62,45 +64,37 @@ def _in_process(work: Work, policy: Policy) -> dict[str, Any]:
 
 def _in_thread(work: Work, policy: Policy, asked: float) -> dict[str, Any]:
     """Measure in a worker thread; `asked` is when the process was asked for, by the clock on the wall."""
-    started_s = time.time() - asked
     if policy != "eager":
         warm_compiler(work.device)
-    peak = _matrix_peak(work.device) if torch.device(work.device).type == "cuda" else None
     with ThreadPoolExecutor(1, thread_name_prefix="drafter rank 0") as pool:
         try:
-            row = pool.submit(_measure, work, policy, peak).result()
-            return row | {"first_step_s": round(started_s + row["first_step_s"], 1), "started_s": round(started_s, 1)}
+            return pool.submit(_measure, work, policy, asked).result()
         except Exception as error:
             raise RunError(f"The step failed: {type(error).__name__}: {str(error) or '<empty message>'}") from error
 
 
-def _measure(work: Work, policy: Policy, peak: float | None) -> dict[str, Any]:
+def _measure(work: Work, policy: Policy, asked: float) -> dict[str, Any]:
     shape, device = work.shape, torch.device(work.device)
     cuda = device.type == "cuda"
     if cuda:
         torch.cuda.set_device(device)
-        torch.cuda.reset_peak_memory_stats(device)
     wire = torch.bfloat16 if work.dtype == "bfloat16" else torch.float32
     began = time.perf_counter()
-    drafter = Drafter(shape.drafter, shape.hidden_size).initialise(0).to(device)
-    generator = torch.Generator(device=device).manual_seed(1)
-    embed = torch.randn(shape.vocab_size, shape.hidden_size, device=device, generator=generator).to(wire) * 0.02
-    step = DrafterStep(
-        drafter, FrozenEnds(embed, embed.clone()), shape.train_settings(work.dtype), policy=policy, alarm=print
-    )
-    built_s = time.perf_counter() - began
+    step = _step(work, policy, wire)
+    built = time.perf_counter()
     step.warm()
-    warm_s = time.perf_counter() - began - built_s
+    warm = time.perf_counter()
     batches = feature_batches(shape, device, wire)
-    began_steps = time.perf_counter()
+    drawn_s = time.perf_counter() - warm
     _one(step, batches[0])
     _wait(device)
-    first_step_s = built_s + warm_s + time.perf_counter() - began_steps
+    first_step_s = time.time() - asked - drawn_s  # a run's features come from its targets
     reserved = torch.cuda.memory_reserved(device) if cuda else 0
     with forbid_recompiles(), _beside(work):
-        times = _times(step, batches, work.steps, device)
-    flops = [shape.flops(b.tokens.lengths, _visible(b), len(b.tokens.blocks.anchor_K)) for b in batches]
+        times, count = _times(step, batches, work.steps, device)
+    memory = _memory(device, reserved) if cuda else dict.fromkeys(("peak_gib", "reserved_gib", "reserved_growth_gib"))
     median = statistics.median(times)
+    flops = [shape.flops(b.tokens.lengths, _visible(b), len(b.tokens.blocks.anchor_K)) for b in batches]
     rate = statistics.mean(flops) / median
     return {
         "policy": policy,
@@ -108,19 +102,49 @@ def _measure(work: Work, policy: Policy, peak: float | None) -> dict[str, Any]:
         "step_ms": round(1e3 * median, 3),
         "blocks_per_s": round(statistics.mean(len(b.tokens.blocks.anchor_K) for b in batches) / median, 1),
         "tflops": round(rate / 1e12, 2),
-        "peak_share": round(rate / peak, 4) if peak else None,
-        "peak_gib": round(torch.cuda.max_memory_allocated(device) / 2**30, 3) if cuda else None,
-        "reserved_gib": round(torch.cuda.memory_reserved(device) / 2**30, 3) if cuda else None,
-        "reserved_growth_gib": round((torch.cuda.memory_reserved(device) - reserved) / 2**30, 3) if cuda else None,
+        "peak_share": round(rate / _matrix_peak(device), 4) if cuda else None,
+        **memory,
         "recompiles": step.recompiles,
-        "built_s": round(built_s, 1),
-        "warm_s": round(warm_s, 1),
         "first_step_s": round(first_step_s, 1),
+        "built_s": round(built - began, 1),
+        "warm_s": round(warm - built, 1),
+        **_compiled(),
         "batches": len(batches),
-        "steps": work.steps,
+        "steps": count,
         "noise": work.noise,
         "hog": work.hog,
     }
+
+
+def _step(work: Work, policy: Policy, wire: torch.dtype) -> DrafterStep:
+    shape, device = work.shape, torch.device(work.device)
+    drafter = Drafter(shape.drafter, shape.hidden_size).initialise(0).to(device)
+    generator = torch.Generator(device=device).manual_seed(1)
+    embed = torch.randn(shape.vocab_size, shape.hidden_size, device=device, generator=generator).to(wire) * 0.02
+    ends = FrozenEnds(embed, embed.clone())
+    return DrafterStep(drafter, ends, shape.train_settings(work.dtype), policy=policy, alarm=_warn)
+
+
+def _warn(guard: str) -> None:
+    print(guard, file=sys.stderr)
+
+
+def _memory(device: torch.device, before: int) -> dict[str, float]:
+    now = torch.cuda.memory_reserved(device)
+    sizes = {
+        "peak_gib": torch.cuda.max_memory_allocated(device),
+        "reserved_gib": now,
+        "reserved_growth_gib": now - before,
+    }
+    return {name: round(size / 2**30, 3) for name, size in sizes.items()}
+
+
+def _compiled() -> dict[str, int]:
+    """Return how many graphs this process compiled, and how many it found compiled."""
+    from torch._dynamo.utils import counters
+
+    seen = counters["inductor"]
+    return {"compiled": seen["fxgraph_cache_miss"], "found": seen["fxgraph_cache_hit"]}
 
 
 def _one(step: DrafterStep, batch: FeatureBatch) -> None:
@@ -130,9 +154,12 @@ def _one(step: DrafterStep, batch: FeatureBatch) -> None:
     step.clear()
 
 
-def _times(step: DrafterStep, batches: list[FeatureBatch], count: int, device: torch.device) -> list[float]:
-    """Return seconds a step. On a GPU all batches are queued and then waited for, as a run queues them."""
-    group = len(batches) if device.type == "cuda" else 1
+def _times(step: DrafterStep, batches: list[FeatureBatch], count: int, device: torch.device) -> tuple[list[float], int]:
+    """Return seconds a step, each the mean over all batches, and the steps made: whole rounds, `count` or a few more.
+
+    A round is queued and then waited for, as a run queues its steps.
+    """
+    group = len(batches)
     times = []
     for at in range(0, count, group):
         began = time.perf_counter()
@@ -140,7 +167,7 @@ def _times(step: DrafterStep, batches: list[FeatureBatch], count: int, device: t
             _one(step, batches[(at + i) % len(batches)])
         _wait(device)
         times.append((time.perf_counter() - began) / group)
-    return times
+    return times, len(times) * group
 
 
 class _beside:
@@ -185,7 +212,7 @@ def _visible(batch: FeatureBatch) -> int:
     return int((own.anchor_K - own.start_K).sum())
 
 
-def _matrix_peak(device: str) -> float:
+def _matrix_peak(device: torch.device) -> float:
     """Return the operations a second of a large bfloat16 matrix product here."""
     a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
     for _ in range(3):

@@ -24,7 +24,8 @@ def head_loss(
 ) -> HeadLoss:
     """Return the sum of weight * cross-entropy (nats), which rows' best token is the label, and the sum's gradient.
 
-    The gradient is that of `hidden_RH`. Matrix products run in the head's dtype, the softmax in float32 or wider.
+    The gradient is that of `hidden_RH`. Matrix products run in the head's dtype, the softmax in float32 or wider;
+    autocast is not to be on.
     """
     wide = torch.promote_types(head_VH.dtype, torch.float32)
     labels_R1, weights_R1 = labels_R[:, None], weights_R[:, None].to(wide)
@@ -64,4 +65,4 @@ def frozen_head_loss(
 def chunk_rows(rows: int, most: int) -> int:
     """Return the rows of a chunk: as many as may be, but a divisor of all if one is at least half as large."""
     most = min(rows, most)
-    return next((size for size in range(most, most // 2, -1) if rows % size == 0), most)
+    return next((size for size in range(most, (most - 1) // 2, -1) if rows % size == 0), most)

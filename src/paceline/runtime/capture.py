@@ -23,14 +23,13 @@ class Captured:
         *,
         device: torch.device,
         pool: Any,
+        stream: torch.cuda.Stream,
         generator: torch.Generator | None = None,
-        stream: torch.cuda.Stream | None = None,
     ) -> None:
-        """Warm the work up on a side stream and capture it. Run this alone (see Gate).
+        """Warm the work up on a side stream and capture it there. Run this alone (see Gate).
 
-        Units that are captured on one `stream` use the same memory of their pool again for what they need in between.
+        Units that share a pool must share the stream too to use each other's memory for what they need in between.
         """
-        stream = stream or torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         self._graph = torch.cuda.CUDAGraph()
         if generator is not None:

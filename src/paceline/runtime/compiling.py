@@ -4,7 +4,9 @@ Since torch 2.12 the settings of dynamo and inductor are context variables that 
 everything is passed to `torch.compile` itself. The stance after warm-up is process-wide; see `forbid_recompiles`.
 """
 
+import inspect
 import os
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +21,8 @@ Policy = Literal["eager", "compiled", "captured"]
 # Never a named mode: modes switch cudagraphs on behind `triton.cudagraphs`, and cannot be combined with options.
 OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"triton.cudagraphs": False}
 _STANCE = "fail_on_recompile"
+_VARIANTS = 64  # of one function: each device, and each shape that is warmed up, is one; torch's default is 8
+_LIMIT_IS_PASSED = "recompile_limit" in inspect.signature(torch.compile).parameters  # since torch 2.12
 
 
 class OneShape:
@@ -37,7 +41,8 @@ class OneShape:
     ) -> None:
         self.recompiles = 0
         self._instead, self._alarm = instead, alarm
-        self._compiled = torch.compile(function, fullgraph=True, dynamic=False, options=OPTIONS)
+        limit: dict[str, Any] = {"recompile_limit": _VARIANTS} if _LIMIT_IS_PASSED else {}  # else see warm_compiler
+        self._compiled = torch.compile(function, fullgraph=True, dynamic=False, options=OPTIONS, **limit)
 
     def __call__(self, *args: Any) -> Any:
         """Call the compiled function."""
@@ -90,9 +95,11 @@ def warm_compiler(device: str) -> None:
     The first code generation of inductor traces a module once, which patches nn.Module for every thread.
 
     Raises:
-        UserError: the folder for compiled code cannot be made.
+        UserError: the folder for compiled code cannot be written to.
     """
     keep_compiled_code()
+    if not _LIMIT_IS_PASSED:  # settings are the process's there, so what is set here reaches every thread
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _VARIANTS)
     torch.compile(_trivial, dynamic=False, options=OPTIONS)(torch.ones(8, device=device))
 
 
@@ -102,7 +109,7 @@ def keep_compiled_code() -> None:
     A folder that the user names in TORCHINDUCTOR_CACHE_DIR stays.
 
     Raises:
-        UserError: the folder cannot be made.
+        UserError: the folder cannot be written to.
     """
     from torch._inductor.runtime.runtime_utils import default_cache_dir  # type: ignore[attr-defined]
 
@@ -112,10 +119,12 @@ def keep_compiled_code() -> None:
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except OSError as error:
         raise UserError(
-            f"The folder for compiled code, {folder}, cannot be made ({error.strerror}). Name another cache folder in "
-            "PACELINE_CACHE."
+            f"The folder for compiled code, {folder}, cannot be written to ({error.strerror}). Name another cache "
+            "folder in PACELINE_CACHE."
         ) from error
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
 
