@@ -23,7 +23,9 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from paceline import __version__, cli
+from paceline.cli_options import read_template_arg
 from paceline.config import DrafterSettings, RunSettings, dump_settings, load_settings
+from paceline.data.completions import shard_files
 from paceline.data.store import open_dataset
 from paceline.records import PacelineError, RunError, UserError
 
@@ -240,15 +242,16 @@ def test_a_fault_of_ours_shows_where_it_is(monkeypatch: pytest.MonkeyPatch) -> N
 def test_as_a_process(here: Path, tiny_folder: Path) -> None:
     """Nothing but the sentence: no traceback, and no warning of a library at import."""
     lines("p.jsonl", {"prompt": "w5"}, [1])
+    arguments = ["generate", "p.jsonl", "--out", "c", "--target", str(tiny_folder), "--max-new-tokens", "9"]
     done = subprocess.run(
-        [sys.executable, "-m", "paceline", "generate", "p.jsonl", "--out", "c.jsonl", "--target", tiny_folder],
+        [sys.executable, "-m", "paceline", *arguments],
         capture_output=True,
         text=True,
         timeout=120,
         env={**os.environ, "PYTHONWARNINGS": "default"},
     )
-    sentence = 'error: p.jsonl:2 must be a JSON object with "prompt" or "messages", found list.\n'
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", sentence)
+    sentence = 'error: p.jsonl:2 must be a JSON object with "prompt" or "messages", found list. At most 0 of 2 prompts '
+    assert (done.returncode, done.stderr) == (2, f"{sentence}may be refused (--max-quarantined), 1 are.\n")
     assert [path.name for path in here.iterdir()] == ["p.jsonl"]
 
 
@@ -273,10 +276,10 @@ def journey(
         lines("prompts.jsonl", *rows)
         step("init", "--target", tiny_folder, "--dataset", "dataset", "--run-dir", "runs/a")
         common = ["--target", tiny_folder, "--overwrite"]
-        step("generate", "prompts.jsonl", "--out", "done.jsonl", *common, "--max-new-tokens", "24", "--device", "cpu")
+        step("generate", "prompts.jsonl", "--out", "done", *common, "--max-new-tokens", "24", "--device", "cpu")
         step(
             "prepare",
-            "done.jsonl",
+            "done",
             "--out",
             "dataset",
             *common,
@@ -306,18 +309,34 @@ def test_init_writes_what_it_prints(journey: dict[str, tuple[Path, Ended]], tiny
     assert (settings.target.model, settings.drafter.mask_token_id) == (str(tiny_folder), 3)
 
 
+def completions(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for path in shard_files(folder) for line in path.read_bytes().splitlines()]
+
+
 def test_generate_keeps_order_and_ids(journey: dict[str, tuple[Path, Ended]]) -> None:
     place, ended = journey["generate"]
-    rows = [json.loads(line) for line in (place / "done.jsonl").read_text().splitlines()]
+    rows = completions(place / "done")
     asked = [json.loads(line)["prompt"] for line in (place / "prompts.jsonl").read_text().splitlines()]
     assert [row["messages"][0]["content"] for row in rows] == asked
     assert [row["prompt_ids"] for row in rows] == [[int(word[1:]) for word in text.split()] for text in asked]
-    assert ended.json == {
-        "completions": "done.jsonl",
+    summary = ended.json
+    said = summary.pop("asked")
+    assert (said["thinking"], said["temperature"], said["max_new_tokens"]) == ("default", 0.0, 24)
+    assert summary == {
+        "completions": "done",
         "prompts": 16,
+        "conversations": 16,
+        "rows": 16,
         "tokens_generated": sum(len(row["completion_ids"]) for row in rows),
         "stopped": sum(row["finish"] == "stop" for row in rows),
         "cut_at_max_new_tokens": sum(row["finish"] == "length" for row in rows),
+        "loops": 0,
+        "retokenized": 0,
+        "turns_not_asked": 0,
+        "quarantined": {},
+        "found": 0,
+        "retried": 0,
+        "shards": 1,
     }
     assert all((row["completion_ids"][-1] == 2) == (row["finish"] == "stop") for row in rows)
 
@@ -325,7 +344,7 @@ def test_generate_keeps_order_and_ids(journey: dict[str, tuple[Path, Ended]]) ->
 def test_prepare_accounts_for_every_completion(journey: dict[str, tuple[Path, Ended]]) -> None:
     place, ended = journey["prepare"]
     dataset = open_dataset(place / "dataset")
-    rows = [json.loads(line) for line in (place / "done.jsonl").read_text().splitlines()]
+    rows = completions(place / "done")
     kept = [row for row in rows if 3 not in row["completion_ids"]]
     assert [dataset.row(i)[0].tolist() for i in range(len(dataset))] == [
         row["prompt_ids"] + row["completion_ids"] for row in kept
@@ -422,12 +441,12 @@ def test_a_run_can_be_fed_back(finished: Path) -> None:
 def test_outputs_are_replaced_only_when_asked(finished: Path, refused: Callable[..., str], tiny_folder: Path) -> None:
     target = ["--target", tiny_folder]
     assert refused("init", *target) == "RUN.yaml exists. Choose another --out or add --overwrite."
-    assert (
-        refused("generate", "prompts.jsonl", "--out", "done.jsonl", *target)
-        == "done.jsonl exists. Choose another --out or add --overwrite."
+    assert refused("generate", "prompts.jsonl", "--out", "done", *target, "--device", "cpu") == (
+        "done holds completions of other settings: max_new_tokens was 24 and is 512 now. Give the same settings to go "
+        "on with them, choose another --out, or add --overwrite."
     )
     assert (
-        refused("prepare", "done.jsonl", "--out", "dataset", *target)
+        refused("prepare", "done", "--out", "dataset", *target)
         == "There is a dataset at dataset already. Choose another place or ask to overwrite it."
     )
     assert (
@@ -447,10 +466,10 @@ def test_without_json_each_verb_ends_with_a_sentence(finished: Path, tiny_folder
 
     assert last_line("init", *target, "--out", "b.yaml") == "Wrote b.yaml."
     assert (
-        last_line("generate", "prompts.jsonl", "--out", "c.jsonl", *target, "--max-new-tokens", "2", "--device", "cpu")
-        == "Wrote 16 completions to c.jsonl."
+        last_line("generate", "prompts.jsonl", "--out", "c", *target, "--max-new-tokens", "2", "--device", "cpu")
+        == "16 rows, 32 tokens; 0 answers stopped, 16 were cut."
     )
-    assert last_line("prepare", "c.jsonl", "--out", "d", *target) == "Wrote 16 rows, 96 tokens (33% supervised) in d."
+    assert last_line("prepare", "c", "--out", "d", *target) == "Wrote 16 rows, 96 tokens (33% supervised) in d."
     planned = paceline("plan", "d").stdout.splitlines()
     assert ["[0,", "65)", "16", "1", "100.0%", "16-16", "81.2%"] in [line.split() for line in planned]
     assert re.fullmatch(
@@ -691,7 +710,8 @@ def test_prompts_that_generate_refuses(
 ) -> None:
     path = lines("p.jsonl", {"prompt": "w5"}, line)
     options = ["--target", tiny_folder, "--max-new-tokens", "16", "--device", "cpu"]
-    assert refused("generate", path, "--out", "new/c.jsonl", *options) == f"p.jsonl{sentence}"
+    share = "At most 0 of 2 prompts may be refused (--max-quarantined), 1 are."
+    assert refused("generate", path, "--out", "new/c", *options) == f"p.jsonl{sentence} {share}"
 
 
 @pytest.mark.parametrize(("line", "sentence"), PROMPT_FAULTS)
@@ -716,14 +736,19 @@ def test_prompt_files_that_are_refused(finished: Path, refused: Callable[..., st
 def test_places_that_cannot_hold_the_output(finished: Path, refused: Callable[..., str], tiny_folder: Path) -> None:
     target = ["--target", tiny_folder, "--overwrite"]
     generate = ["generate", "prompts.jsonl", *target, "--device", "cpu", "--max-new-tokens", "4", "--out"]
-    assert refused(*generate, "runs") == "runs is a folder, and completions go to a file. Choose another --out."
+    assert refused(*generate, "RUN.yaml") == "RUN.yaml is a file, and completions go to a folder. Choose another --out."
+    assert refused(*generate, "runs") == (
+        "A folder of completions must hold nothing else, got a in runs (--out). Move that away, or choose another "
+        "--out."
+    )
     assert refused("init", *target, "--out", "runs") == "runs exists. Choose another --out."
     assert (
-        refused("prepare", "done.jsonl", *target, "--out", "runs")
+        refused("prepare", "done", *target, "--out", "runs")
         == "runs exists and is not a dataset, so it is never replaced. Choose another place."
     )
     assert (
-        refused(*generate, "RUN.yaml/x") == "RUN.yaml/x (--out) cannot be written: File exists. Choose another place."
+        refused(*generate, "RUN.yaml/x")
+        == "RUN.yaml/x (--out) cannot be written: Not a directory. Choose another place."
     )
     ended = paceline("init", *target, "--out", "RUN.yaml/x")  # Python's own sentence has no full stop
     assert (ended.status, ended.stdout, ended.stderr) == (2, "", "error: File exists: RUN.yaml\n")
@@ -944,7 +969,7 @@ def test_template_arguments_have_their_form(chat_folder: Path) -> None:
     ],
 )
 def test_template_arguments_are_read_as_json_and_as_python(text: str, value: object) -> None:
-    assert cli._template_arg(f"thinking={text}") == ("thinking", value)
+    assert read_template_arg(f"thinking={text}") == ("thinking", value)
 
 
 def test_long_rows_are_cut_when_asked(chat_folder: Path) -> None:

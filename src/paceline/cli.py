@@ -1,7 +1,6 @@
 """The command line: one verb a function. Recipes, and with them torch, are imported only once a verb runs."""
 
 import inspect
-import json as jsonlib
 import os
 import sys
 import threading
@@ -13,6 +12,7 @@ import typer
 
 from paceline import __version__
 from paceline.cli_bench import bench
+from paceline.cli_generate import generate
 from paceline.cli_options import (
     AsJson,
     Device,
@@ -21,8 +21,10 @@ from paceline.cli_options import (
     Overwrite,
     Revision,
     Target,
+    TemplateArg,
     choose_device,
     finish,
+    read_template_arg,
 )
 from paceline.config import load_settings
 from paceline.observe.console import Console
@@ -105,10 +107,7 @@ def prepare(
     ] = None,
     turns: Annotated[Literal["all", "last"], typer.Option(help="Answers that are learnt from.")] = "all",
     mask_reasoning: Annotated[bool, typer.Option("--mask-reasoning", help="Do not learn from reasoning.")] = False,
-    template_arg: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="Argument of the chat template, enable_thinking=false."),
-    ] = None,
+    template_arg: TemplateArg = None,
     exclude: Annotated[
         list[Path] | None, typer.Option(help="Evaluation set (JSONL): prompts that contain one of its are left out.")
     ] = None,
@@ -132,7 +131,7 @@ def prepare(
     out, target = out or said.get("out"), target or said.get("target")
     if out is None or target is None:
         raise UserError("`prepare` needs --out and --target. Add them, or --settings with a RUN.yaml that names them.")
-    template_args = dict(map(_template_arg, template_arg or []))
+    template_args = dict(map(read_template_arg, template_arg or []))
     from paceline.data.chat import ChatOptions
     from paceline.recipes.prepare import prepare_dataset
     from paceline.recipes.texts import prepared_text
@@ -160,37 +159,7 @@ def prepare(
     finish(console, json, summary, prepared_text(summary))
 
 
-@app.command()
-def generate(
-    prompts: Annotated[Path, typer.Argument(help='JSONL file, a line {"prompt": text} or {"messages": [...]}.')],
-    out: Annotated[Path, typer.Option(help="JSONL file of completions to write.")],
-    target: Target,
-    revision: Revision = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest completion, in tokens.")] = 512,
-    rows: Annotated[int, typer.Option(min=1, help="Prompts that are decoded at once.")] = 64,
-    device: Device = None,
-    dtype: Annotated[Number, typer.Option(help="Number format of the target.")] = "bfloat16",
-    overwrite: Overwrite = False,
-    json: AsJson = False,
-) -> None:
-    """Let the target write its own completions (greedy), token ids kept."""
-    from paceline.recipes.generate import generate_completions
-
-    if out.exists() and not overwrite:
-        raise UserError(f"{out} exists. Choose another --out or add --overwrite.")
-    console = Console(json=json)
-    summary = generate_completions(
-        prompts,
-        out,
-        model=target,
-        revision=revision,
-        device=choose_device(device),
-        dtype=dtype,
-        max_new_tokens=max_new_tokens,
-        rows=rows,
-        console=console,
-    )
-    finish(console, json, summary, f"Wrote {summary['prompts']:,} completions to {out}.")
+app.command()(generate)
 
 
 @app.command()
@@ -328,19 +297,6 @@ def _said(settings: Path | None, out: Path | None) -> dict[str, Any]:
     }
 
 
-def _template_arg(text: str) -> tuple[str, Any]:
-    key, sep, raw = text.partition("=")
-    if not sep or not key.isidentifier():
-        raise UserError(f"--template-arg has the form key=value, got {text!r}.")
-    spelled = {"true": "true", "false": "false"}.get(raw.lower(), raw)  # as Python and others spell them
-    try:
-        return key, jsonlib.loads("null" if raw == "None" else spelled)
-    except ValueError:
-        return key, raw
-    except RecursionError:
-        raise UserError(f"--template-arg {key} must be a plain value, got {raw[:20]}..., nested too deeply.") from None
-
-
 def main() -> None:
     """Run the command line. Exit status: 2 for bad input, 1 for a run that failed, 130 when interrupted."""
     # Read by OpenMP when torch is loaded. Roles that share few cores stall one another while their threads spin: a step
@@ -371,6 +327,8 @@ def _fail(error: object, status: int) -> None:
     print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
-    if any(thread.name.startswith(("target replica", "drafter rank")) for thread in threading.enumerate()):
+    if any(
+        thread.name.startswith(("target replica", "drafter rank", "generation")) for thread in threading.enumerate()
+    ):
         os._exit(status)  # a role that is still inside torch would abort the interpreter's end and change the status
     sys.exit(status)

@@ -53,3 +53,51 @@ def bench_step(
     all_here = get_args(Policy) if where.startswith("cuda") else ("eager", "compiled")
     policies = cast(tuple[Policy, ...], tuple(policy or all_here))
     finish(console, json, measure(Work(SHAPES[shape], where, dtype, steps, noise, hog), policies, console), "")
+
+
+@bench.command("generate")
+def bench_generate(
+    shape: Annotated[Literal["smollm2", "qwen3-8b"], typer.Option(help="Which target; its weights are random.")] = (
+        "smollm2"
+    ),
+    device: Device = None,
+    dtype: Annotated[Number | None, typer.Option(help="Default: float32 on a CPU, bfloat16 on a GPU.")] = None,
+    rows: Annotated[int | None, typer.Option(min=1, help="Rows decoded at once. Default: by shape and device.")] = None,
+    prompts: Annotated[int | None, typer.Option(min=1, help="Default: as many as rows.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=2, help="Of every completion. Default: 128, qwen3-8b 512.")] = None,
+    sampled: Annotated[bool, typer.Option("--sampled", help="Temperature 0.6, top-k 20, top-p 0.95; not greedy.")] = (
+        False
+    ),
+    captured: Annotated[bool | None, typer.Option(help="CUDA graphs. Default: on a GPU.")] = None,
+    compiled: Annotated[bool, typer.Option("--compiled", help="Fuse the step with torch.compile.")] = False,
+    against: Annotated[
+        int | None, typer.Option(min=0, help="Batch of transformers' generate; 0: without. Default: 8, on a GPU rows.")
+    ] = None,
+    continuous: Annotated[bool, typer.Option("--continuous", help="Also measure transformers' generate_batch.")] = (
+        False
+    ),
+    json: AsJson = False,
+) -> None:
+    """The decoding engine: tokens/s, against transformers' generate and against what memory allows."""
+    where = choose_device(device)
+    gpu = where.startswith("cuda")
+    from paceline.bench.generate import Work
+    from paceline.bench.generate import bench_generate as measure
+
+    count = rows or (64 if not gpu else 1024 if shape == "smollm2" else 256)
+    work = Work(
+        shape=shape,
+        device=where,
+        dtype=dtype or ("bfloat16" if gpu else "float32"),
+        rows=count,
+        prompts=prompts or count,
+        tokens=tokens or (128 if shape == "smollm2" else 512),
+        sampled=sampled,
+        captured=gpu if captured is None else captured,
+        compiled=compiled,
+        against_batch=(count if gpu else 8) if against is None else against,
+        continuous=continuous,
+    )
+    console = Console(json=json)
+    result = measure(work, console)
+    finish(console, json, result, "\n".join(f"  {key} {value}" for key, value in result.items()))

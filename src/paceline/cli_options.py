@@ -1,11 +1,12 @@
 """Options that several verbs share, and how a verb ends. Free of torch until a device is asked for."""
 
 import json as jsonlib
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from paceline.observe.console import Console
+from paceline.records import UserError
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON; progress goes to standard error.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is at the output's place.")]
@@ -17,6 +18,9 @@ Device = Annotated[
 Number = Literal["float32", "bfloat16"]
 MaskToken = Annotated[
     int | None, typer.Option(min=0, help="Token id of the mask: an embedding row that data never uses.")
+]
+TemplateArg = Annotated[
+    list[str] | None, typer.Option(metavar="KEY=VALUE", help="Argument of the chat template, enable_thinking=false.")
 ]
 
 
@@ -34,6 +38,24 @@ def choose_device(wanted: str | None) -> str:
         return "cuda:0" if torch.cuda.is_available() else "cpu"
     check_device(wanted, "--device")
     return wanted
+
+
+def read_template_arg(text: str) -> tuple[str, Any]:
+    """Return name and value of a --template-arg.
+
+    Raises:
+        UserError: it is not of the form key=value.
+    """
+    key, sep, raw = text.partition("=")
+    if not sep or not key.isidentifier():
+        raise UserError(f"--template-arg has the form key=value, got {text!r}.")
+    spelled = {"true": "true", "false": "false"}.get(raw.lower(), raw)  # as Python and others spell them
+    try:
+        return key, jsonlib.loads("null" if raw == "None" else spelled)
+    except ValueError:
+        return key, raw
+    except RecursionError:
+        raise UserError(f"--template-arg {key} must be a plain value, got {raw[:20]}..., nested too deeply.") from None
 
 
 def finish(console: Console, json: bool, result: object, text: str) -> None:

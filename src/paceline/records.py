@@ -118,3 +118,4 @@ class Completion:
     finish: str  # "stop" or "length"
     acceptance_lengths: tuple[int, ...] = ()  # tokens each cycle produced; empty for plain decoding
     accepted_drafts: tuple[int, ...] = ()  # drafts the target agreed to in each cycle, also behind the answer's end
+    retokenized: bool = False  # a server gave text only: token_ids are what the target's tokenizer makes of it

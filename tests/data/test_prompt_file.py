@@ -29,9 +29,9 @@ def test_both_forms_and_blank_lines() -> None:
     talk = [{"role": "system", "content": "s"}, user("q"), {"role": "assistant", "content": "a"}, user("r")]
     path = written('{"prompt": "one"}', "", json.dumps({"messages": talk}), "  \r", '{"prompt": "two", "id": 7}\r')
     assert read_prompts(path) == [
-        Prompt([user("one")], "p.jsonl:1"),
-        Prompt(talk, "p.jsonl:3"),
-        Prompt([user("two")], "p.jsonl:5"),
+        Prompt([user("one")], "p.jsonl:1", "1"),
+        Prompt(talk, "p.jsonl:3", "3"),
+        Prompt([user("two")], "p.jsonl:5", "7"),
     ]
 
 
@@ -44,19 +44,19 @@ def test_a_finished_conversation_is_asked_its_last_question_again() -> None:
 def test_the_other_spelling_a_system_text_and_tools() -> None:
     row = {"conversations": [{"from": "human", "value": "q"}], "system": "s", "tools": [{"name": "f"}]}
     (prompt,) = read_prompts(written(json.dumps(row)))
-    assert prompt == Prompt([{"role": "system", "content": "s"}, user("q")], "p.jsonl:1", [{"name": "f"}])
+    assert prompt == Prompt([{"role": "system", "content": "s"}, user("q")], "p.jsonl:1", "1", [{"name": "f"}])
 
 
 @pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85", "\u000b", "\u001e"])
 def test_only_a_line_feed_ends_a_line(separator: str) -> None:
     """JSON allows the first three unescaped inside a text, and `generate` writes them so."""
     line = json.dumps({"prompt": f"a{separator}b"}, ensure_ascii=False)
-    assert read_prompts(written('{"prompt": "x"}', line))[1] == Prompt([user(f"a{separator}b")], "p.jsonl:2")
+    assert read_prompts(written('{"prompt": "x"}', line))[1] == Prompt([user(f"a{separator}b")], "p.jsonl:2", "2")
 
 
 def test_a_byte_order_mark_is_no_part_of_the_prompt() -> None:
     Path("p.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "x"}')
-    assert read_prompts(Path("p.jsonl")) == [Prompt([user("x")], "p.jsonl:1")]
+    assert read_prompts(Path("p.jsonl")) == [Prompt([user("x")], "p.jsonl:1", "1")]
 
 
 FORM = 'needs a non-empty "prompt" text or a list of "messages" objects, found keys'
@@ -79,6 +79,13 @@ FORM = 'needs a non-empty "prompt" text or a list of "messages" objects, found k
         (
             '{"messages": [{"role": "assistant", "content": "x"}]}',
             "has no message before the assistant's. Add the user's.",
+        ),
+        ('{"prompt": "x", "id": ""}', "must have a text or a whole number as id, got ''. Correct it."),
+        ('{"prompt": "x", "id": true}', "must have a text or a whole number as id, got True. Correct it."),
+        ('{"prompt": "x", "id": 1.5}', "must have a text or a whole number as id, got 1.5. Correct it."),
+        (
+            '{"prompt": "x", "id": "a turn 2"}',
+            "must have an id that does not end as 'a turn 2' does. Choose another id.",
         ),
     ],
 )
@@ -174,8 +181,8 @@ def test_a_prompt_must_leave_room_for_its_answer(tokenizer: Any) -> None:
     assert str(caught.value) == expected
 
 
-def test_prompts_of_a_program_are_named_by_number(tokenizer: Any) -> None:
-    prompts = as_prompts([[user("it")], [{"role": "robot", "content": "x"}]])
-    assert [prompt.place for prompt in prompts] == ["prompt 1", "prompt 2"]
+def test_prompts_of_a_program_are_named_by_number() -> None:
+    (prompt,) = as_prompts([[user("it")]])
+    assert prompt.place == "prompt 1"
     with pytest.raises(UserError, match="^prompt 2: Message 1 has role 'robot'"):
-        encode_prompts(tokenizer, prompts, max_new_tokens=4, max_positions=64)
+        as_prompts([[user("it")], [{"role": "robot", "content": "x"}]])

@@ -43,3 +43,26 @@ def test_prepare_onto_a_full_disk(small_disk: Path, tmp_path: Path, tiny_folder:
 
     roomy = paceline("prepare", source, "--out", tmp_path / "dataset", "--target", tiny_folder, "--json")
     assert json.loads(roomy.stdout)["rows"] == 3000
+
+
+def test_generate_onto_a_full_disk(small_disk: Path, tmp_path: Path, tiny_folder: Path) -> None:
+    """What was finished before the disk was full is used again once there is room."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"w{4 + i % 120} w{4 + i // 120}"}) + "\n" for i in range(600)))
+    command = ["generate", prompts, "--target", tiny_folder, "--max-new-tokens", "60", "--device", "cpu", "--out"]
+    out = small_disk / "done"
+    full = paceline(*command, out, "--dtype", "float32")
+    assert full.returncode == 1
+    assert full.stderr.splitlines()[-1] == (
+        f"error: {out} (--out) cannot be written: No space left on device. What was finished is kept: make room and "
+        "run the same command again."
+    )
+    assert "Traceback" not in full.stderr
+    prefix = [] if os.geteuid() == 0 else ["sudo"]
+    subprocess.run([*prefix, "mount", "-o", "remount,size=8m", small_disk], check=True)
+    again = json.loads(paceline(*command, out, "--dtype", "float32", "--json").stdout)
+    assert again["conversations"] == 600
+    assert 50 < again["found"] < 600
+    whole = tmp_path / "whole"
+    assert paceline(*command, whole, "--dtype", "float32").returncode == 0
+    assert (out / "completions-00000.jsonl").read_bytes() == (whole / "completions-00000.jsonl").read_bytes()

@@ -123,7 +123,7 @@ def test_rows_at_different_places_get_the_stock_models_logits_and_features(facts
         wanted = torch.cat([whole.hidden_states[tap + 1][0, -4:] for tap in taps], dim=-1)
         torch.testing.assert_close(features[i], wanted, rtol=1e-9, atol=1e-9)
     # 3. a row that moved onto another one goes on as before
-    cache.move(2, 0)
+    cache.move([2], [0])
     logits, _ = target.forward(new[2:, :1], place[2:, :1] + 4, cache, first_row=0, reach=20)
     whole = stock(torch.cat([rows[2], new[2], new[2, :1]])[None])
     torch.testing.assert_close(logits[0, 0], whole.logits[0, -1], rtol=1e-9, atol=1e-9)

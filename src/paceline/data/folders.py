@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from paceline.data.completions import NAME as COMPLETIONS
+from paceline.data.completions import shard_files
 from paceline.data.manifest import NAME
 from paceline.data.store import arrow_files
 from paceline.records import UserError
@@ -18,6 +20,8 @@ def files_of(folder: Path) -> list[Path]:
     Raises:
         UserError: there is none, other data is beside them or in a folder inside, or state.json cannot be understood.
     """
+    if (folder / COMPLETIONS).is_file():
+        return shard_files(folder)
     if any((folder / name).is_file() for name in ("state.json", "dataset_dict.json")):  # as `datasets` saves
         files = arrow_files(folder)
     else:

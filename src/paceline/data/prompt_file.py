@@ -1,19 +1,25 @@
 """Prompts from a JSONL file: one object a line, {"prompt": text} or {"messages": [...]}, as messages.py reads them.
 
-Every prompt remembers its file and line, so that whatever is wrong with it later can be found.
+Every prompt remembers its file and line, so that whatever is wrong with it later can be found. Its key is its own `id`,
+else its line. A file is read line by line, as often as it is iterated; a program's prompts are lines too.
 """
 
+import hashlib
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from paceline.data import chat
-from paceline.data.messages import BadRow, Message, is_conversation, read_conversation
+from paceline.data.messages import BadRow, Message, is_conversation, read_conversation, short
 from paceline.records import UserError
 
 Messages = list[Message]
+
+LATER_TURN = " turn "  # what the names of a conversation's later rows and requests have behind its key
+_TAKEN = re.compile(rf".*{LATER_TURN}\d+", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +28,69 @@ class Prompt:
 
     messages: Messages
     place: str  # file:line
+    key: str  # names it among all prompts of a file
     tools: list[dict[str, Any]] | None = None
+
+
+class PromptLines:
+    """The lines of a prompt file, or of the prompts that a program made up, that are not blank."""
+
+    def __init__(self, source: Path | Sequence[Messages]) -> None:
+        """Open nothing yet.
+
+        Raises:
+            UserError: it cannot be read more than once.
+        """
+        self._source = source
+        if isinstance(source, Path) and source.exists() and not (source.is_file() or source.is_dir()):
+            raise UserError(f"Prompt file {source} must be a regular file, got a pipe or a device. Write one.")
+
+    @property
+    def name(self) -> str:
+        """What the prompts are called in files and messages."""
+        return str(self._source) if isinstance(self._source, Path) else "(a program's)"
+
+    def place(self, line: int) -> str:
+        """Return how a line is named in messages."""
+        return f"{self._source}:{line}" if isinstance(self._source, Path) else f"prompt {line}"
+
+    def __iter__(self) -> Iterator[tuple[int, bytes]]:
+        """Yield (number from 1, line).
+
+        Raises:
+            UserError: the file cannot be read.
+        """
+        # Bytes: only "\n" ends a line, U+2028 and the like may stand inside a JSON string.
+        yield from ((line, raw) for line, raw in enumerate(self._raw(), 1) if raw.strip())
+
+    def sha256(self) -> str:
+        """Read everything and return its checksum."""
+        digest = hashlib.sha256()
+        for raw in self._raw():
+            digest.update(raw)
+        return digest.hexdigest()
+
+    def parse(self, line: int, raw: bytes) -> Prompt:
+        """Return a line's prompt.
+
+        Raises:
+            BadRow: the line is not as it should be; the message names its place.
+        """
+        return _prompt(raw, self.place(line), line)
+
+    def _raw(self) -> Iterator[bytes]:
+        if not isinstance(self._source, Path):
+            yield from (json.dumps({"messages": messages}).encode() + b"\n" for messages in self._source)
+            return
+        try:
+            with self._source.open("rb") as file:
+                yield from file
+        except FileNotFoundError:
+            raise UserError(f"There is no prompt file {self._source}. Give a JSONL file, one prompt a line.") from None
+        except OSError as error:
+            raise UserError(
+                f"Prompt file {self._source} cannot be read: {error.strerror}. Give a JSONL file."
+            ) from None
 
 
 def read_prompts(path: Path) -> list[Prompt]:
@@ -31,29 +99,25 @@ def read_prompts(path: Path) -> list[Prompt]:
     Raises:
         UserError: the file or a line is not as it should be; the message names file and line.
     """
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise UserError(f"There is no prompt file {path}. Give a JSONL file, one prompt a line.") from None
-    except UnicodeDecodeError as error:
-        wrong = error.object[error.start]
-        line = error.object.count(b"\n", 0, error.start) + 1
-        raise UserError(f"{path}:{line} is not UTF-8 (byte 0x{wrong:02x}). Convert the file to UTF-8.") from None
-    except OSError as error:
-        raise UserError(f"Prompt file {path} cannot be read: {error.strerror}. Give a JSONL file.") from None
-    # Not splitlines(): it also splits at U+2028 and the like, which may stand inside a JSON string.
-    lines = enumerate(text.split("\n"), 1)
-    prompts = [_prompt(line, f"{path}:{at}") for at, line in lines if line.strip()]
-    if not prompts:
-        raise UserError(f"Prompt file {path} holds no prompt. Write one JSON object a line.")
-    return prompts
+    return as_prompts(path)
 
 
 def as_prompts(source: Path | Sequence[Messages]) -> list[Prompt]:
-    """Return the prompts of a file, or those that a program made up."""
-    if isinstance(source, Path):
-        return read_prompts(source)
-    return [Prompt(messages, f"prompt {at}") for at, messages in enumerate(source, 1)]
+    """Return the prompts of a file, or those that a program made up.
+
+    Raises:
+        UserError: see read_prompts.
+    """
+    lines = PromptLines(source)
+    prompts = [lines.parse(line, raw) for line, raw in lines]
+    if not prompts and isinstance(source, Path):
+        raise no_prompt(lines)
+    return prompts
+
+
+def no_prompt(lines: PromptLines) -> UserError:
+    """Return the sentence for a file of blank lines."""
+    return UserError(f"Prompt file {lines.name} holds no prompt. Write one JSON object a line.")
 
 
 def encode_prompts(
@@ -70,37 +134,78 @@ def encode_prompts(
             ids = chat.prompt_ids(tokenizer, prompt.messages, prompt.tools)
         except BadRow as error:
             raise UserError(f"{prompt.place}: {error}") from None
-        if not ids:
-            raise UserError(f"{prompt.place} has no tokens, so there is nothing to answer. Give it text.")
-        if len(ids) + max_new_tokens > max_positions:
-            raise UserError(
-                f"{prompt.place} has {len(ids):,} tokens and --max-new-tokens is {max_new_tokens:,}, together more "
-                f"than the target's {max_positions:,} positions. Shorten one of them."
-            )
+        check_room(prompt.place, len(ids), max_new_tokens, f"the target's {max_positions:,} positions", max_positions)
         encoded.append(ids)
     return encoded
 
 
-def _prompt(line: str, place: str) -> Prompt:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{place} is not JSON: {error.msg} at column {error.colno}. Correct the line.") from None
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
-        raise UserError(f"{place} is not JSON: {error}. Correct the line.") from None
-    if not isinstance(row, dict):
-        raise UserError(f'{place} must be a JSON object with "prompt" or "messages", found {type(row).__name__}.')
+def check_room(place: str, tokens: int, max_new_tokens: int, what: str, limit: int) -> None:
+    """Refuse a prompt of no tokens, and one that leaves no room for its answer below a limit; `what` names the limit.
+
+    Raises:
+        BadRow: it is such a prompt.
+    """
+    if not tokens:
+        raise BadRow("no tokens", f"{place} has no tokens, so there is nothing to answer. Give it text.")
+    if tokens + max_new_tokens > limit:
+        raise BadRow(
+            "too long",
+            f"{place} has {tokens:,} tokens and --max-new-tokens is {max_new_tokens:,}, together more than {what}. "
+            "Shorten one of them.",
+        )
+
+
+def _prompt(raw: bytes, place: str, line: int) -> Prompt:
+    row = _parsed(raw, place, line)
+    key = _key(row.get("id"), place, line)
     if isinstance(row.get("prompt"), str) and row["prompt"].strip():
-        return Prompt([{"role": "user", "content": row["prompt"]}], place)
+        return Prompt([{"role": "user", "content": row["prompt"]}], place, key)
     if not is_conversation(row):
         found = str(sorted(row))[:80]
-        raise UserError(f'{place} needs a non-empty "prompt" text or a list of "messages" objects, found keys {found}.')
+        raise BadRow(
+            "unknown form",
+            f'{place} needs a non-empty "prompt" text or a list of "messages" objects, found keys {found}.',
+        )
     try:
         messages, tools = read_conversation(row)
     except BadRow as error:
-        raise UserError(f"{place}: {error}") from None
+        raise BadRow(error.reason, f"{place}: {error}") from None
     while messages and messages[-1]["role"] == "assistant":  # a finished conversation: ask its last question again
         messages = messages[:-1]
     if not messages:
-        raise UserError(f"{place} has no message before the assistant's. Add the user's.")
-    return Prompt(messages, place, tools)
+        raise BadRow("malformed messages", f"{place} has no message before the assistant's. Add the user's.")
+    return Prompt(messages, place, key, tools)
+
+
+def _parsed(raw: bytes, place: str, line: int) -> dict[str, Any]:
+    try:
+        row = json.loads(raw.decode("utf-8-sig" if line == 1 else "utf-8"))
+    except UnicodeDecodeError as error:
+        wrong = error.object[error.start]
+        raise BadRow("not UTF-8", f"{place} is not UTF-8 (byte 0x{wrong:02x}). Convert the file to UTF-8.") from None
+    except json.JSONDecodeError as error:
+        raise BadRow(
+            "not JSON", f"{place} is not JSON: {error.msg} at column {error.colno}. Correct the line."
+        ) from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
+        raise BadRow("not JSON", f"{place} is not JSON: {error}. Correct the line.") from None
+    if not isinstance(row, dict):
+        raise BadRow(
+            "not an object", f'{place} must be a JSON object with "prompt" or "messages", found {type(row).__name__}.'
+        )
+    return row
+
+
+def _key(given: object, place: str, line: int) -> str:
+    """Return a prompt's own id as text, else its line."""
+    if given is None:
+        return str(line)
+    if isinstance(given, bool) or not isinstance(given, str | int) or not str(given).strip():
+        raise BadRow(
+            "malformed id", f"{place} must have a text or a whole number as id, got {short(given)}. Correct it."
+        )
+    if _TAKEN.fullmatch(str(given)):  # or two rows could be named alike
+        raise BadRow(
+            "malformed id", f"{place} must have an id that does not end as {short(given)} does. Choose another id."
+        )
+    return str(given)

@@ -1,25 +1,13 @@
-"""Greedy completions with continuous batching: finished rows leave, waiting prompts enter.
-
-Shapes: R running rows, T prompt length of entering rows, V vocabulary.
-"""
+"""Greedy completions of a list of prompts, by an engine of their own."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 
-import torch
-
-from paceline.decode.prompts import check_prompts, pad_right, reach_for
+from paceline.decode.engine import Engine
+from paceline.decode.prompts import check_prompts, reach_for
 from paceline.decode.protocol import Target
+from paceline.decode.requests import Request
+from paceline.decode.sampling import Sampling
 from paceline.records import Completion
-
-
-@dataclass(slots=True)
-class _Row:
-    """A running prompt and what it has produced."""
-
-    index: int
-    prompt: Sequence[int]
-    tokens: list[int] = field(default_factory=list)
 
 
 def generate(
@@ -30,49 +18,10 @@ def generate(
     `rows` prompts run at once. Prompts enter in order of length, so that an entering group wastes little padding.
     """
     check_prompts(prompts)
-    waiting = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))  # popped from the end: longest first
-    if not waiting:
+    if not prompts:
         return
-    rows = min(rows, len(waiting))
-    cache = target.new_cache(rows, reach_for(len(prompts[waiting[-1]]) + max_new_tokens))
-    running: list[_Row] = []
-    while waiting or running:
-        # Enter in groups: one padded prompt pass for many rows costs little more than for one.
-        if waiting and (not running or rows - len(running) >= max(1, rows // 4)):
-            entering = [
-                _Row(i, prompts[i]) for i in (waiting.pop() for _ in range(min(len(waiting), rows - len(running))))
-            ]
-            _enter(target, cache, entering, first_row=len(running))
-            running += entering
-        else:
-            _advance(target, cache, running)
-        for at in reversed(range(len(running))):
-            row = running[at]
-            stopped = row.tokens[-1] in target.stop_ids
-            if stopped or len(row.tokens) == max_new_tokens:
-                yield row.index, Completion(tuple(row.prompt), tuple(row.tokens), "stop" if stopped else "length")
-                last = running.pop()
-                if last is not row:
-                    running[at] = last
-                    cache.move(len(running), at)
-
-
-def _enter(target: Target, cache: object, entering: list[_Row], first_row: int) -> None:
-    ids_RT, positions_RT, last_R = pad_right([row.prompt for row in entering], target.device)
-    logits, _ = target.forward(
-        ids_RT, positions_RT, cache, first_row=first_row, reach=ids_RT.shape[1], logits_at=last_R
-    )
-    _append(entering, logits[:, 0])
-
-
-def _advance(target: Target, cache: object, running: list[_Row]) -> None:
-    places = [len(row.prompt) + len(row.tokens) - 1 for row in running]
-    ids_R1 = torch.tensor([[row.tokens[-1]] for row in running], device=target.device)
-    positions_R1 = torch.tensor(places, device=target.device)[:, None]
-    logits, _ = target.forward(ids_R1, positions_R1, cache, first_row=0, reach=reach_for(max(places) + 1))
-    _append(running, logits[:, 0])
-
-
-def _append(rows: list[_Row], logits_RV: torch.Tensor) -> None:
-    for row, token in zip(rows, logits_RV.argmax(-1).tolist(), strict=True):
-        row.tokens.append(token)
+    slots = reach_for(max(map(len, prompts)) + max_new_tokens)
+    engine = Engine(target, Sampling(), rows=min(rows, len(prompts)), slots=slots)
+    longest_first = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+    for request, completion in engine.run(Request(i, prompts[i], max_new_tokens) for i in longest_first):
+        yield int(request.key), completion

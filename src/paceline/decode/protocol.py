@@ -1,5 +1,6 @@
 """What decoding needs of a target; `paceline.target.model.DecodingTarget` has it."""
 
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -10,8 +11,8 @@ from torch import Tensor
 class RowStore(Protocol):
     """A key/value cache of independent rows."""
 
-    def move(self, source: int, destination: int) -> None:
-        """Copy row `source` onto row `destination`."""
+    def move(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        """Copy rows onto other rows."""
 
 
 @runtime_checkable
@@ -20,9 +21,14 @@ class Target(Protocol):
 
     device: torch.device
     stop_ids: tuple[int, ...]
+    max_positions: int
+    vocab_size: int
 
     def new_cache(self, rows: int, slots: int) -> Any:
         """Return an empty RowStore."""
+
+    def prefill(self, ids_RT: Tensor, last_R: Tensor, cache: Any, rows_R: Tensor) -> Tensor:
+        """Read right-padded prompts into rows; return the logits at each one's last token."""
 
     def forward(
         self,

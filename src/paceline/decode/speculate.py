@@ -52,7 +52,7 @@ class _Session:
     block_size: int
 
     def move(self, source: int, destination: int) -> None:
-        self.cache.move(source, destination)  # type: ignore[attr-defined]
+        self.cache.move([source], [destination])  # type: ignore[attr-defined]
         self.drafts.move(source, destination)
 
 

@@ -6,8 +6,10 @@ from contextlib import contextmanager
 from typing import Protocol, runtime_checkable
 
 from rich.console import Console as RichConsole
+from rich.console import RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 PLAIN_EVERY_S = 5.0  # a line at most this often where there is no terminal
 
@@ -17,6 +19,14 @@ class Tick(Protocol):
     """Called as work goes on: how much is done, of how much, and what to add to the line."""
 
     def __call__(self, done: int, total: int | None = None, note: str = "") -> None: ...
+
+
+class _Bars(Progress):
+    """A bar with its note in a line of its own: 80 columns do not hold both."""
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        yield from (Text(f"    {task.fields['note']}") for task in self.tasks if task.fields["note"])
 
 
 class Console:
@@ -44,6 +54,11 @@ class Console:
             table.add_row(*row)
         self.rich.print(table)
 
+    @property
+    def shows_time_left(self) -> bool:
+        """Whether a progress bar says by itself how long the rest takes."""
+        return self.rich.is_terminal
+
     @contextmanager
     def progress(self, what: str, total: int | None = None) -> Iterator[Tick]:
         """Yield a function to call as work goes on."""
@@ -59,9 +74,8 @@ class Console:
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[note]}"),
         )
-        with Progress(*columns, console=self.rich) as bars:
+        with _Bars(*columns, console=self.rich) as bars:
             task = bars.add_task(what, total=total, note="")
 
             def tick(done: int, total: int | None = total, note: str = "") -> None:
@@ -71,11 +85,11 @@ class Console:
 
     def _lines(self, what: str, total: int | None) -> Iterator[Tick]:
         shown = time.monotonic()
-        last = (0, total, "")
+        last: tuple[int, int | None, str] | None = None
 
         def show(done: int, of: int | None, note: str) -> None:
             share = "" if not of else f"/{of} {100 * done / of:.0f}%"
-            self.rich.print(f"  {what} {done}{share} {note}".rstrip(), markup=False)
+            self.rich.print(f"  {what} {done}{share} {note}".rstrip(), markup=False, soft_wrap=True)
 
         def tick(done: int, total: int | None = total, note: str = "") -> None:
             nonlocal shown, last
@@ -85,4 +99,5 @@ class Console:
                 show(*last)
 
         yield tick
-        show(*last)
+        if last is not None:
+            show(*last)

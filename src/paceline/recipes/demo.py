@@ -1,6 +1,5 @@
 """`paceline demo`: the whole journey on a small real model, from prompts to an exported drafter."""
 
-import hashlib
 import json
 import resource
 import shutil
@@ -10,12 +9,14 @@ from typing import Any
 
 import torch
 
-from paceline.data.prompt_file import Messages
+from paceline.data.completions import load_ledger
+from paceline.data.prompt_file import Messages, PromptLines
 from paceline.observe.console import Console
 from paceline.recipes.demo_sizes import SIZES, Size, demo_settings, generate_rows
 from paceline.recipes.evaluate import evaluate
 from paceline.recipes.export import export
 from paceline.recipes.generate import generate_completions
+from paceline.recipes.generate_asked import Asked
 from paceline.recipes.prepare import prepare_dataset
 from paceline.recipes.prompts import split_prompts
 from paceline.recipes.train import train
@@ -43,7 +44,7 @@ def demo(run: Path, *, size_name: str, console: Console) -> dict[str, Any]:
     train_prompts, held_out = (_messages(texts) for texts in split_prompts(size.prompts, size.held_out, SEED))
 
     console.stage("2/7 generate: the target writes its own completions")
-    generated = _generate(run, folder, train_prompts, size, device, console)
+    generated = _generate(run, folder, train_prompts, size, gpus or ["cpu"], console)
 
     console.stage("3/7 prepare: an Arrow dataset of token ids")
     settings = demo_settings(run, folder, size, gpus)
@@ -118,34 +119,18 @@ def _messages(texts: list[str]) -> list[Messages]:
 
 
 def _generate(
-    run: Path, folder: Path, prompts: list[Messages], size: Size, device: str, console: Console
+    run: Path, folder: Path, prompts: list[Messages], size: Size, devices: list[str], console: Console
 ) -> dict[str, Any]:
-    """Generate, or use again what an earlier demo generated from the same prompts with the same target."""
-    asked = {
-        "target": describe(str(folder)).revision,
-        "max_new_tokens": size.max_new_tokens,
-        "prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
-    }
-    note = run / "completions.json"
-    completions = run / "completions.jsonl"
-    if note.is_file() and completions.is_file():
-        known = json.loads(note.read_text())
-        if known["asked"] == asked:
-            console.line(f"  used again: {completions}")
-            return dict(known["summary"])
-    note.unlink(missing_ok=True)
-    summary = generate_completions(
-        prompts,
-        completions,
-        model=str(folder),
-        revision=None,
-        device=device,
-        dtype="bfloat16",
-        max_new_tokens=size.max_new_tokens,
-        rows=generate_rows(size),
-        console=console,
+    """Generate, or go on with what an earlier demo generated from the same prompts with the same target."""
+    asked = Asked(
+        str(folder), max_new_tokens=size.max_new_tokens, devices=devices, rows=generate_rows(size), max_quarantined=0.0
     )
-    aside = note.with_suffix(".part")
-    aside.write_text(json.dumps({"asked": asked, "summary": summary}, indent=2) + "\n")
-    aside.rename(note)
-    return summary
+    place = run / "completions"
+    there = load_ledger(place)
+    same = {
+        "revision": describe(str(folder)).revision,
+        "max_new_tokens": size.max_new_tokens,
+        "prompts": PromptLines(prompts).sha256(),
+    }
+    other = there is not None and any(there.asked[key] != value for key, value in same.items())
+    return generate_completions(prompts, place, asked, console=console, overwrite=other)

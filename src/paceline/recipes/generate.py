@@ -1,97 +1,127 @@
-"""`paceline generate`: prompts in, the target's own completions out, token ids kept."""
+"""`paceline generate`: prompts in, a folder of the target's own completions out, token ids kept."""
 
-import json
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-import torch
-
-from paceline.data.prompt_file import Messages, Prompt, as_prompts, encode_prompts
-from paceline.decode.generate import generate
+from paceline.data.completions import SHARD_LINES, VERSION, Ledger, check_same
+from paceline.data.completions_writer import CompletionsWriter, claimed, clear
+from paceline.data.prompt_file import Messages, PromptLines
+from paceline.data.survey import survey
+from paceline.decode.sampling import Sampling
 from paceline.observe.console import Console
-from paceline.records import Completion, UserError
+from paceline.pipeline.conversing import Completer, Conversations, check_refused
+from paceline.recipes.generate_asked import Asked
+from paceline.recipes.generate_engine import BuiltIn
+from paceline.records import UserError
 from paceline.target.load import TargetFacts, describe, load_tokenizer
-from paceline.target.model import DecodingTarget
+
+# Returns what answers, of target, tokenizer, sampling and the tokens of the longest conversation.
+MakeCompleter = Callable[[TargetFacts, Any, Sampling, int], Completer]
 
 
 def generate_completions(
     prompts: Path | Sequence[Messages],
     out: Path,
+    asked: Asked,
     *,
-    model: str,
-    revision: str | None,
-    device: str,
-    dtype: str,
-    max_new_tokens: int,
-    rows: int,
     console: Console,
+    overwrite: bool = False,
+    retry_errors: bool = False,
+    engine: str = "built-in",
+    make: MakeCompleter | None = None,
+    shard_lines: int = SHARD_LINES,
 ) -> dict[str, Any]:
-    """Write one JSON line a prompt to `out`, in the prompts' order, and return a summary."""
-    if out.is_dir():
-        raise UserError(f"{out} is a folder, and completions go to a file. Choose another --out.")
-    asked = as_prompts(prompts)
-    facts = describe(model, revision)
-    tokenizer = load_tokenizer(model, revision)
-    prompt_ids = encode_prompts(tokenizer, asked, max_new_tokens=max_new_tokens, max_positions=facts.max_positions)
-    with _file_for(out) as file:  # what cannot be written is known before anything is generated
-        done = _generate(facts, prompt_ids, device, dtype, max_new_tokens, rows, console)
-        for i, prompt in enumerate(asked):
-            row = _row(tokenizer, prompt, done[i])
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    """Answer every prompt into the folder `out`, or what is missing of it, and return a summary (plain data).
+
+    `engine` names what `make` gives, as the folder remembers it; `shard_lines` is for a folder that is new.
+
+    Raises:
+        UserError: the settings, the prompt file or what is in the folder do not allow it, or too many prompts do not.
+        RunError: a replica or the disk failed; what was finished is kept.
+    """
+    # 1. What is asked for.
+    lines = PromptLines(prompts)
+    facts = describe(asked.model, asked.revision)
+    tokenizer = load_tokenizer(asked.model, asked.revision)
+    sampling, ignored = asked.sampling(facts)
+    asker = asked.asker(facts, tokenizer)
+    decides = asked.decides(facts, tokenizer, sampling, asker, lines.sha256(), engine)
+    made_with = {"target": facts.name, "prompts": lines.name, "not_followed": list(ignored), **_versions()}
+    if ignored:
+        console.line(f"The target's generation_config.json sets {', '.join(ignored)} too, which is not followed.")
+
+    # 2. What is there already.
+    with claimed(out, overwrite=overwrite) as ledger:
+        if ledger is None or overwrite:
+            with console.progress("look at prompts") as tick:
+                looked = survey(lines, asker, asked.turns, shard_lines, tick)
+                ledger = Ledger(VERSION, decides, made_with, shard_lines, looked)
+                check_refused(ledger, asked.max_quarantined)
+        check_same(out, ledger, decides)
+        check_refused(ledger, asked.max_quarantined)
+        if overwrite:
+            clear(out)
+        with console.progress("check shards") as tick:
+            opened = CompletionsWriter(out, ledger, tick)
+        with closing(opened) as writer:
+            retried = writer.retry_errors() if retry_errors else 0
+            for note in writer.notes:
+                console.line(note)
+
+            # 3. What is missing.
+            found = writer.found
+            if ledger.open_shards:
+                completer = (make or _built_in(asked))(facts, tokenizer, sampling, ledger.survey.slots)
+                asker = asked.asker(facts, tokenizer, ledger.survey.slots)
+                talks = Conversations(lines, asker, writer, turns=asked.turns, drops=asked.drops)
+                _run(talks, completer, writer, asked.max_quarantined, console)
+            if lines.sha256() != decides["prompts"]:
+                raise UserError(f"{lines.name} changed while it was read. Restore it, or generate into another folder.")
+    return _summary(out, ledger, writer, found=found, retried=retried)
+
+
+def _built_in(asked: Asked) -> MakeCompleter:
+    def make(facts: TargetFacts, _: Any, sampling: Sampling, slots: int) -> BuiltIn:
+        return BuiltIn(facts, asked.devices, sampling=sampling, dtype=asked.dtype, rows=asked.rows, slots=slots)
+
+    return make
+
+
+def _run(talks: Conversations, completer: Completer, writer: CompletionsWriter, share: float, console: Console) -> None:
+    of = writer.ledger.conversations
+    with console.progress("generate", of) as tick:
+
+        def show() -> None:
+            done = writer.total.conversations
+            tick(done, note=completer.note(None if console.shows_time_left else of - done))
+
+        show()
+        talks.run(completer, share, show)
+
+
+def _summary(out: Path, ledger: Ledger, writer: CompletionsWriter, *, found: int, retried: int) -> dict[str, Any]:
+    total = writer.total
     return {
         "completions": str(out),
-        "prompts": len(prompt_ids),
-        "tokens_generated": sum(len(c.token_ids) for c in done.values()),
-        "stopped": sum(c.finish == "stop" for c in done.values()),
-        "cut_at_max_new_tokens": sum(c.finish == "length" for c in done.values()),
+        "prompts": sum(ledger.survey.prompts),
+        "conversations": total.conversations,
+        "rows": total.rows,
+        "tokens_generated": total.tokens,
+        "stopped": total.stopped,
+        "cut_at_max_new_tokens": total.cut,
+        "loops": total.loops,
+        "retokenized": total.retokenized,
+        "turns_not_asked": total.turns_left,
+        "quarantined": total.reasons,
+        "found": found,
+        "retried": retried,
+        "shards": len(ledger.shards),
+        "asked": ledger.asked,
     }
 
 
-def _generate(
-    facts: TargetFacts,
-    prompt_ids: list[list[int]],
-    device: str,
-    dtype: str,
-    max_new_tokens: int,
-    rows: int,
-    console: Console,
-) -> dict[int, Completion]:
-    target = DecodingTarget(facts, (), dtype=getattr(torch, dtype), device=device)
-    done: dict[int, Completion] = {}
-    tokens = 0
-    with console.progress("generate", len(prompt_ids)) as tick:
-        for index, completion in generate(target, prompt_ids, max_new_tokens=max_new_tokens, rows=rows):
-            done[index] = completion
-            tokens += len(completion.token_ids)
-            tick(len(done), note=f"{tokens:,} tokens")
-    return done
-
-
-def _row(tokenizer: Any, prompt: Prompt, completion: Completion) -> dict[str, Any]:
-    return {
-        "messages": [*prompt.messages, {"role": "assistant", "content": tokenizer.decode(completion.token_ids)}],
-        **({"tools": prompt.tools} if prompt.tools else {}),
-        "prompt_ids": completion.prompt_ids,
-        "completion_ids": completion.token_ids,
-        "finish": completion.finish,
-    }
-
-
-@contextmanager
-def _file_for(out: Path) -> Iterator[TextIO]:
-    """Yield a file that becomes `out` when the block ends well."""
-    aside = out.with_name(f".{out.name}.{os.getpid()}")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        file = aside.open("w", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{out} (--out) cannot be written: {error.strerror}. Choose another place.") from None
-    try:
-        with file:
-            yield file
-        aside.rename(out)
-    finally:
-        aside.unlink(missing_ok=True)
+def _versions() -> dict[str, str]:
+    return {name: version(name) for name in ("paceline", "torch", "transformers", "tokenizers", "jinja2")}

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from paceline.data import chat, exclude, prepare, sources, verify, workshop, writer
+from paceline.data import chat, completions, exclude, prepare, sources, verify, workshop, writer
 from paceline.data.manifest import Origin, tokenizer_fingerprint
 from paceline.data.pieces import Job
 from paceline.data.rows import RowLimits
@@ -60,6 +60,8 @@ def prepare_dataset(
         stop_at_bad=on_bad == "stop",
     )
     files = [sources.inspect_file(path) for path in paths]
+    sums = {path: file.sha256 for path, file in zip(paths, files, strict=True)}
+    completions.check_sources(sums, tokenizer_fingerprint(job.chat.tokenizer), facts.name)
     origin = _origin(facts.name, facts.revision, job, files)
 
     # 2. The dataset, found or made.

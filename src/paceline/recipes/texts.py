@@ -52,3 +52,26 @@ def prepared_text(summary: dict[str, Any]) -> str:
         lines.append(f"Quarantined {refused:,} of {summary['rows_read']:,} rows{where}:")
         lines += [f"  {count:,} {reason}" for reason, count in summary["quarantined"].items()]
     return "\n".join(lines)
+
+
+def generated_text(summary: dict[str, Any]) -> str:
+    """Return what came of the prompts of `generate`."""
+    new = summary["conversations"] - summary["found"]
+    lines = [
+        f"Wrote {new:,} completions to {summary['completions']}"
+        + (f"; {summary['found']:,} were there already." if summary["found"] else "."),
+        f"{summary['rows']:,} rows, {summary['tokens_generated']:,} tokens; {summary['stopped']:,} answers stopped, "
+        f"{summary['cut_at_max_new_tokens']:,} were cut.",
+    ]
+    if summary["loops"]:
+        lines.append(f"{summary['loops']:,} rows have an answer that ends in a loop.")
+    if summary["retokenized"]:
+        lines.append(f"{summary['retokenized']:,} rows have ids that were made of text.")
+    if summary["turns_not_asked"]:
+        lines.append(f"{summary['turns_not_asked']:,} questions were not asked: their conversations ended before.")
+    if summary["retried"]:
+        lines.append(f"{summary['retried']:,} refused before were asked once more.")
+    if summary["quarantined"]:
+        lines.append(f"Quarantined {sum(summary['quarantined'].values()):,} in quarantine-*.jsonl there:")
+        lines += [f"  {count:,} {reason}" for reason, count in summary["quarantined"].items()]
+    return "\n".join(lines)

@@ -5,31 +5,35 @@ other thread may draw from the device's default generator while a capture is ope
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Memory that graphs share, and the stream on which they are captured: only on one stream is it used again."""
+
+    handle: Any
+    stream: torch.cuda.Stream
+
+
+def new_pool(device: torch.device) -> Pool:
+    """Return a pool for the graphs of one role."""
+    return Pool(torch.cuda.graph_pool_handle(), torch.cuda.Stream(device))
 
 
 class Captured:
     """A unit of work over static buffers as a graph; calling it replays the graph on the current stream.
 
     Everything it allocated while captured stays in its pool. Units that share a pool must be replayed in the order in
-    which they were captured.
+    which they were captured, unless nothing in the pool outlives a replay.
     """
 
-    def __init__(
-        self,
-        work: Callable[[], None],
-        *,
-        device: torch.device,
-        pool: Any,
-        stream: torch.cuda.Stream,
-        generator: torch.Generator | None = None,
-    ) -> None:
-        """Warm the work up on a side stream and capture it there. Run this alone (see Gate).
-
-        Units that share a pool must share the stream too to use each other's memory for what they need in between.
-        """
+    def __init__(self, work: Callable[[], None], *, pool: Pool, generator: torch.Generator | None = None) -> None:
+        """Warm the work up on the pool's stream and capture it there. Run this alone (see Gate)."""
+        stream, device = pool.stream, pool.stream.device
         stream.wait_stream(torch.cuda.current_stream(device))
         self._graph = torch.cuda.CUDAGraph()
         if generator is not None:
@@ -42,15 +46,10 @@ class Captured:
                     work()
             torch.cuda.current_stream(device).wait_stream(stream)
             torch.cuda.synchronize(device)
-            with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(self._graph, pool=pool.handle, stream=stream, capture_error_mode="thread_local"):
                 work()
         torch.cuda.synchronize(device)
 
     def __call__(self) -> None:
         """Replay."""
         self._graph.replay()
-
-
-def new_pool() -> Any:
-    """Return a private memory pool for graphs."""
-    return torch.cuda.graph_pool_handle()

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from paceline.blocks import context_positions
 from paceline.records import TokenBatch, UserError
+from paceline.target import attention
 from paceline.target.cache import RowCache
+from paceline.target.linear import use_onednn
 from paceline.target.load import TargetFacts, load_causal, load_config, load_trunk
 
 
@@ -83,22 +85,53 @@ def _to(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class DecodingTarget:
-    """The whole target with a cache whose rows advance on their own."""
+    """The whole target with a cache whose rows advance on their own.
+
+    Without gradients but not in inference mode: torch.compile does not take the tensors that are made there.
+    """
 
     def __init__(self, facts: TargetFacts, taps: Sequence[int], *, dtype: torch.dtype, device: str) -> None:
         check_taps(taps, facts)
-        _check_plain_attention(facts)
-        self.device = torch.device(device)
-        self.stop_ids = facts.eos_ids
-        self._model = load_causal(facts, dtype=dtype, device=device)
-        self._taps = Taps(getattr(self._model, self._model.base_model_prefix).layers, taps)
+        check_plain_attention(load_config(facts.folder), facts.name)
+        self._hold(load_causal(facts, dtype=dtype, device=device), taps, facts.eos_ids)
+
+    @classmethod
+    def around(cls, model: Any, stop_ids: Sequence[int]) -> "DecodingTarget":
+        """Return a target made of a transformers model that is loaded already, and changes how it computes."""
+        check_plain_attention(model.config.get_text_config(), type(model).__name__)
+        target = cls.__new__(cls)
+        target._hold(model, (), tuple(stop_ids))
+        return target
+
+    def _hold(self, model: Any, taps: Sequence[int], stop_ids: tuple[int, ...]) -> None:
+        model.set_attn_implementation(attention.NAME)
+        use_onednn(model)
+        self.model, self.stop_ids, self.device = model, stop_ids, model.device
+        config = model.config.get_text_config()
+        self.max_positions: int = config.max_position_embeddings
+        self.vocab_size: int = config.vocab_size
+        self._body = getattr(model, model.base_model_prefix)
+        self._taps = Taps(self._body.layers, taps)
         self._num_taps = len(taps)
 
     def new_cache(self, rows: int, slots: int) -> RowCache:
         """Return an empty cache of `rows` rows that hold `slots` tokens each."""
         return RowCache(rows, slots)
 
-    @torch.inference_mode()
+    @torch.no_grad()
+    def prefill(
+        self, ids_RT: Int[Tensor, "R T"], last_R: Int[Tensor, " R"], cache: RowCache, rows_R: Int[Tensor, " R"]
+    ) -> Float[Tensor, "R V"]:
+        """Read right-padded prompts into any rows of the cache; return the logits at each prompt's last token."""
+        cache.aim_at_start(rows_R)
+        positions_RT = torch.arange(ids_RT.shape[1], device=self.device).expand_as(ids_RT)
+        # By place, not by name: transformers renamed the cache argument in 5.24.
+        hidden_RTH = self._body(ids_RT, None, positions_RT, cache, use_cache=True)[0]
+        if self._num_taps:
+            self._taps.take()
+        return self.model.lm_head(hidden_RTH[torch.arange(len(ids_RT), device=self.device), last_R])
+
+    @torch.no_grad()
     def forward(
         self,
         ids_RT: Int[Tensor, "R T"],
@@ -114,22 +147,32 @@ class DecodingTarget:
         `reach` is how many cache slots are read (more than every position). `logits_at` asks for the logits of one
         token a row (L = 1) instead of all (L = T), as after a prompt. Features are None where no layer is tapped.
         """
-        mask = cache.aim(first_row, positions_RT, reach)
-        # By place, not by name: transformers renamed the cache argument in 5.24.
-        body = getattr(self._model, self._model.base_model_prefix)
-        hidden_RTH = body(ids_RT, mask, positions_RT, cache, use_cache=True)[0]
+        seen_R1TS = cache.aim(first_row, positions_RT, reach)
+        # Made once here, and not from a mask of truth values in every layer.
+        bias_R1TS = torch.zeros_like(seen_R1TS, dtype=self.model.dtype).masked_fill(~seen_R1TS, -torch.inf)
+        hidden_RTH = self._body(ids_RT, bias_R1TS, positions_RT, cache, use_cache=True)[0]
         if logits_at is not None:
             hidden_RTH = hidden_RTH[torch.arange(len(ids_RT), device=self.device), logits_at][:, None]
-        logits = self._model.lm_head(hidden_RTH)
+        logits = self.model.lm_head(hidden_RTH)
         return logits, self._taps.take() if self._num_taps else None
 
 
-def _check_plain_attention(facts: TargetFacts) -> None:
-    config = load_config(facts.folder)
+def check_plain_attention(config: Any, name: str) -> None:
+    """Refuse what the row cache cannot do.
+
+    Raises:
+        UserError: some layer is not full attention, or the rotary embedding depends on the longest row of a batch.
+    """
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     if kinds != {"full_attention"} or window:
         raise UserError(
-            f"Target {facts.name} has layers that are not plain full attention ({sorted(kinds)}, sliding_window "
+            f"Target {name} has layers that are not plain full attention ({sorted(kinds)}, sliding_window "
             f"{window}); decoding with it is not supported yet."
+        )
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope in ("dynamic", "longrope"):
+        raise UserError(
+            f"Target {name} scales its rotary embedding by the longest row of a batch (rope_type {rope}); decoding "
+            "with it is not supported yet."
         )

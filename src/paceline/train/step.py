@@ -151,9 +151,9 @@ class DrafterStep:
         self._run_micro()  # compiles; without a compiler, a rehearsal of the memory
         self._run_update()
         if self.policy == "captured":
-            pool, stream = new_pool(), torch.cuda.Stream(self.device)
-            self._micro = Captured(self._run_micro, device=self.device, pool=pool, stream=stream)
-            self._update = Captured(self._run_update, device=self.device, pool=pool, stream=stream)
+            pool = new_pool(self.device)
+            self._micro = Captured(self._run_micro, pool=pool)
+            self._update = Captured(self._run_update, pool=pool)
         self.apply.fill_(1)
         self.clear()
 
