@@ -1,11 +1,15 @@
 """What `plan` prints and returns."""
 
+import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from paceline.config import DataSettings, RunSettings, TargetSettings, dump_settings, load_settings
 from paceline.data.mixture import Mixture, coverage, first_table, open_mixture
@@ -13,7 +17,6 @@ from paceline.observe.console import Console
 from paceline.recipes import plan as recipe
 from paceline.recipes.plan import plan_epoch
 from paceline.recipes.plan_memory import plan_memory
-from paceline.records import UserError
 from paceline.train.memory import step_memory
 
 ROWS = [([5] * length, 2) for length in (10, 20, 33, 60, 61, 62, 7, 40)]
@@ -137,7 +140,7 @@ def test_memory_is_told_for_the_targets_own_sizes(
     run = load_settings(run_yaml, [f"target.model={facts.folder}", "train.optimizer=muon"])
     sizes = {"hidden_size": facts.hidden_size, "vocab_size": facts.vocab_size, "tied": name == "tied"}
     want = step_memory(run.drafter, run.train, **sizes)
-    assert plan_memory(run, Console(json=False)) == want.as_dict()
+    assert plan_memory(run, Console(json=False)) == {**want.as_dict(), "ranks": {"cpu": 1}}
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     rows = {line.rsplit(maxsplit=1)[0].strip(): line.rsplit(maxsplit=1)[1] for line in lines if line.strip()}
@@ -147,7 +150,7 @@ def test_memory_is_told_for_the_targets_own_sizes(
 
 def test_memory_is_part_of_a_runs_plan_alone(run_yaml: Path, tiny_folder: Path) -> None:
     report = plan_epoch(run_yaml, [f"target.model={tiny_folder}"], seed=None, console=Console(json=True))
-    parts = {key: value for key, value in report["memory"].items() if key not in ("total", "peak")}
+    parts = {key: value for key, value in report["memory"].items() if key not in ("total", "peak", "ranks")}
     assert sum(parts.values()) == report["memory"]["total"] > 0
     assert "memory" not in plan_epoch(run_yaml.parent / "one", [], seed=None, console=Console(json=True))
 
@@ -186,10 +189,81 @@ def test_a_hub_target_in_the_cache_is_found_there(
     assert plan_memory(run, Console(json=True)) == plan_memory(here, Console(json=True)) is not None
 
 
-def test_a_target_without_a_configuration_is_an_error(run_yaml: Path, tmp_path: Path) -> None:
+def test_ranks_that_share_a_device_are_told(
+    run_yaml: Path, tiny_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = f"target.model={tiny_folder}"
+    one = plan_memory(load_settings(run_yaml, [here]), Console(json=False))
+    assert "share" not in capsys.readouterr().out
+    three = load_settings(run_yaml, [here, 'pipeline.drafters=["cuda:0", "cuda:1", "cuda:0"]'])
+    assert one is not None
+    assert plan_memory(three, Console(json=False)) == {**one, "ranks": {"cuda:0": 2, "cuda:1": 1}}
+    said = capsys.readouterr().out
+    assert "2 ranks share cuda:0 (pipeline.drafters): each needs that much of it" in said
+    assert "share cuda:1" not in said
+
+
+@pytest.mark.parametrize("policy", ["auto", "eager", "compiled", "captured"])
+@pytest.mark.parametrize(
+    ("changes", "rules"),
+    [
+        (["train.context_slots=1000"], "train.context_slots (1,000) must be a multiple of 128"),
+        (["train.anchor_slots=100"], "train.anchor_slots (100) must be a multiple of 32"),
+        (["drafter.block_size=6"], "drafter.block_size (6) must divide 128"),
+    ],
+)
+def test_dense_attention_is_not_estimated(
+    run_yaml: Path,
+    tiny_folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    changes: list[str],
+    rules: str,
+    policy: str,
+) -> None:
+    run = load_settings(run_yaml, [f"target.model={tiny_folder}", f"train.policy={policy}", *changes])
+    assert plan_memory(run, Console(json=False)) is None
+    said = capsys.readouterr().out
+    assert said.startswith("  memory of a drafter rank not estimated: attention on a GPU would be dense.")
+    assert said.endswith(f"If compiled or captured there, {rules}\n")
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (None, r"config\.json cannot be read as a model configuration"),
+        ("{", r"config\.json cannot be read as a model configuration"),
+        ('{"model_type": "nothing-known"}', r"config\.json cannot be read as a model configuration"),
+        ('{"model_type": "encodec"}', r"config\.json does not describe a decoder: no vocab_size"),
+    ],
+)
+def test_a_plan_does_not_fail_for_a_target_that_cannot_be_read(
+    run_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], config: str | None, reason: str
+) -> None:
     (tmp_path / "target").mkdir()
-    with pytest.raises(UserError, match=r"config\.json cannot be read as a model configuration"):
-        plan_memory(load_settings(run_yaml, [f"target.model={tmp_path / 'target'}"]), Console(json=True))
+    if config is not None:
+        (tmp_path / "target" / "config.json").write_text(config)
+    report = plan_epoch(run_yaml, [f"target.model={tmp_path / 'target'}"], seed=None, console=Console(json=False))
+    assert report["memory"] is None
+    assert report["batches"] > 0
+    assert re.search(f"memory of a drafter rank not estimated: .*{reason}", capsys.readouterr().out)
+
+
+def test_a_head_in_the_files_counts_although_the_configuration_ties_it(
+    run_yaml: Path, tied_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "target"
+    shutil.copytree(tied_folder, folder)
+    run = load_settings(run_yaml, [f"target.model={folder}"])
+    tied = plan_memory(run, Console(json=False))
+    (folder / "model-2.safetensors").write_bytes(b"damaged")  # is for those who load it
+    assert plan_memory(run, Console(json=False)) == tied
+    assert "lm_head.weight" not in capsys.readouterr().out
+    save_file({"lm_head.weight": torch.zeros(1)}, folder / "model-3.safetensors")
+    both = plan_memory(run, Console(json=False))
+    assert tied is not None
+    assert both is not None
+    assert both["ends"] == 2 * tied["ends"]
+    assert "lm_head.weight is in the files" in capsys.readouterr().out
 
 
 def test_an_eager_step_is_said_to_need_more(

@@ -16,12 +16,15 @@ from torch.utils._pytree import tree_leaves
 from paceline.bench.shapes import SHAPES
 from paceline.config import DrafterSettings, TrainSettings
 from paceline.drafter import model
+from paceline.drafter.attention import fits_tiles
 from paceline.drafter.ends import FrozenEnds
 from paceline.drafter.loss import frozen_head_loss
 from paceline.drafter.model import Drafter
 from paceline.records import RunError
 from paceline.runtime.compiling import Policy
 from paceline.runtime.gate import Gate
+from paceline.train import memory
+from paceline.train import rank as rank_module
 from paceline.train.memory import StepMemory, advice, step_memory
 from paceline.train.rank import DrafterRank
 from paceline.train.ranks import Meeting
@@ -234,9 +237,9 @@ def named(said: str) -> dict[str, int]:
         (60.0, 256, (12_288, 2048), {"anchor_slots"}),  # should have fitted
         (30.0, 1280, (12_288, 2048), {"anchor_slots"}),
         (60.0, 12_000, (12_288, 2048), {"anchor_slots", "logits_mib"}),
-        (28.0, 256, (40_960, 512), {"anchor_slots", "context_slots"}),
+        (28.9, 256, (40_960, 512), {"anchor_slots", "context_slots"}),
         (33.0, 3000, (40_960, 512), {"anchor_slots", "context_slots", "logits_mib"}),
-        (23.6, 256, (40_960, 512), {"together"}),
+        (24.4, 256, (40_960, 512), {"together"}),
         (24.5, 12_000, (65_536, 2048), {"together"}),
         (22.5, 256, (12_288, 2048), {"layers"}),
     ],
@@ -247,7 +250,7 @@ def test_sizes_that_are_advised_fit_and_the_next_larger_ones_do_not(
     C, A = slots
     train = SHAPES["qwen3-8b"].train_settings("bfloat16")
     train = train.model_copy(update={"logits_mib": logits_mib, "context_slots": C, "anchor_slots": A})
-    goal = min(0.95 * room * GIB, 0.9 * needs(train))
+    goal = min(0.92 * room * GIB, 0.9 * needs(train))
 
     def largest(key: str, unit: int, least: int = 1) -> int | None:
         values = range(unit, getattr(train, key), unit)
@@ -287,19 +290,79 @@ def test_advice_names_what_is_needed_and_what_is_there() -> None:
     assert "can have 40.0 GiB of the device's 140.0 GiB" in said
     assert "should do" not in said
     assert "which should do but did not" in advise(train, 60)
+
+
+@pytest.mark.parametrize("reserved", [47.51, 49.4])
+def test_what_torch_reserved_beyond_what_it_allocated_is_not_advised(reserved: float) -> None:
+    # Measured on an H200 at this shape, compiled and in the step's benchmark: in less the step does not fit.
+    train = SHAPES["qwen3-8b"].train_settings("bfloat16")
+    said = advise(train, reserved)
+    assert "should do" not in said
+    assert f"of which about {0.92 * reserved:.1f} GiB are of use" in said
+    assert needs(train, **{"anchor_slots": named(said)["anchor_slots"]}) <= 0.92 * reserved * GIB
+
+
+def test_an_eager_step_is_told_sizes_with_the_policy_alone() -> None:
+    train = SHAPES["qwen3-8b"].train_settings("bfloat16")
+    said = advise(train, 40, policy="eager")
+    assert "Set train.policy to compiled or captured and lower train.anchor_slots from 2,048 to " in said
+    assert ". Lower" not in said
+    # Compiled, it may be as large as the room allows: it was not compiled when it ran out.
+    assert needs(train, **{"anchor_slots": named(said)["anchor_slots"]}) <= 0.92 * 40 * GIB
+    assert named(said) == named(advise(train, 40))
     assert advise(train, 60, policy="eager").endswith("Set train.policy to compiled or captured.")
-    assert named(advise(train, 40, policy="eager")) == named(said)
+    least = advise(train, 22.5, policy="eager")
+    assert not named(least)
+    assert "Set train.policy to compiled or captured and lower drafter.layers" in least
+
+
+@pytest.mark.parametrize(
+    ("changes", "block_size", "rules"),
+    [
+        ({}, 16, ""),
+        ({"context_slots": 1000}, 16, "train.context_slots (1,000) must be a multiple of 128"),
+        ({"anchor_slots": 1001}, 16, "train.anchor_slots (1,001) must be a multiple of 8"),
+        (
+            {"anchor_slots": 33, "context_slots": 64},
+            4,
+            "train.context_slots (64) must be a multiple of 128 and train.anchor_slots (33) must be a multiple of 32",
+        ),
+        ({"anchor_slots": 1}, 128, ""),
+        ({}, 12, "drafter.block_size (12) must divide 128"),
+        ({}, 256, "drafter.block_size (256) must divide 128"),
+    ],
+)
+def test_sizes_that_do_not_fit_tiles_are_told_what_does(changes: dict[str, int], block_size: int, rules: str) -> None:
+    shape = SHAPES["qwen3-8b"]
+    drafter = shape.drafter.model_copy(update={"block_size": block_size})
+    train = shape.train_settings("bfloat16").model_copy(update=changes)
+    assert memory.sizes_for_tiles(drafter, train) == rules
+    assert bool(rules) != fits_tiles(train.context_slots, train.anchor_slots, block_size)
+
+
+@pytest.mark.parametrize("policy", ["eager", "compiled", "captured"])
+@pytest.mark.parametrize("changes", [{"context_slots": 12_200}, {"anchor_slots": 2047}])
+def test_dense_attention_is_neither_estimated_nor_made_to_fit(policy: Policy, changes: dict[str, int]) -> None:
+    train = SHAPES["qwen3-8b"].train_settings("bfloat16").model_copy(update=changes)
+    for room in (22.5, 40, 60):
+        said = advise(train, room, policy=policy)
+        assert not named(said)
+        assert "needs about" not in said
+        assert "dense attention needs is not estimated" in said
+        key, unit = ("train.context_slots (12,200)", 128) if "context_slots" in changes else ("train.anchor_slots", 8)
+        assert f"Set train.policy to compiled or captured, for which {key}" in said
+        assert said.endswith(f"must be a multiple of {unit}.")
 
 
 def test_a_buffer_of_logits_too_small_to_be_fast_is_not_advised() -> None:
     drafter = DRAFTER.model_copy(update={"layers": 1, "intermediate_size": 1})
-    train = TRAIN.model_copy(update={"logits_mib": 1000, "anchor_slots": 4000, "context_slots": 1})
+    train = TRAIN.model_copy(update={"logits_mib": 1000, "anchor_slots": 4000, "context_slots": 128})
     sizes = {"hidden_size": H, "vocab_size": 30_000, "tied": False}
 
     def said(logits_mib: int) -> str:
         less = train.model_copy(update={"logits_mib": logits_mib})
         fits = step_memory(drafter, less, **sizes).total  # type: ignore[arg-type]
-        return advice(drafter, train, **sizes, policy="captured", room=int(fits / 0.95) + 1, total=GIB)  # type: ignore[arg-type]
+        return advice(drafter, train, **sizes, policy="captured", room=int(fits / 0.92) + 1, total=GIB)  # type: ignore[arg-type]
 
     assert "train.logits_mib from 1,000 to 64" in said(64)
     assert "logits_mib" not in said(63)
@@ -320,20 +383,51 @@ class Failing:
             raise self._during  # noqa: B904 - as CUDA's capture does
 
 
+def segment(reserved: float, allocated: float, *, pool: tuple[int, int] | None = (0, 0), device: int = 0) -> Any:
+    """Return a segment as `torch.cuda.memory_snapshot` tells of it, sizes in GiB; a pool of None is not told."""
+    told = {"device": device, "total_size": int(reserved * GIB), "allocated_size": int(allocated * GIB)}
+    return told if pool is None else {**told, "segment_pool_id": pool}
+
+
+def gpu(monkeypatch: pytest.MonkeyPatch, *, free: float, total: float, segments: list[Any]) -> None:
+    """Let torch tell of a GPU cuda:0 with that much, in GiB."""
+    here = [part for part in segments if part["device"] == 0]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free * GIB), int(total * GIB)))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: sum(part["total_size"] for part in here))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: sum(part["allocated_size"] for part in here))
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+
+
+@pytest.mark.parametrize(
+    ("segments", "room"),
+    [
+        ([], 3.0),
+        ([segment(18, 17), segment(14, 13.5)], 4.5),
+        ([segment(18, 17), segment(14, 13.5, pool=(0, 1)), segment(9, 1, pool=(2, 0))], 4.0),  # two graphs' own
+        ([segment(18, 17), segment(14, 1, device=1)], 4.0),
+        ([segment(18, 17, pool=None), segment(14, 13, pool=None)], 3.0),  # whose they are is not told: taken
+    ],
+)
+def test_room_is_what_is_free_and_what_lies_unused_outside_of_graphs(
+    monkeypatch: pytest.MonkeyPatch, segments: list[Any], room: float
+) -> None:
+    gpu(monkeypatch, free=3, total=40, segments=segments)
+    assert rank_module._room("cuda:0") == (int(room * GIB), 40 * GIB)
+    assert rank_module._room("cpu") == (0, 0)
+
+
 @pytest.fixture
-def rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], DrafterRank]:
-    """Return a maker of ranks of the 8B shape on a GPU of 40 GiB: 3 free, 30 allocated and 2 more reserved."""
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 * GIB, 40 * GIB))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 32 * GIB)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 30 * GIB)
+def rank(monkeypatch: pytest.MonkeyPatch) -> Callable[..., DrafterRank]:
+    """Return a maker of ranks of the 8B shape on a GPU of 40 GiB: 3 free, 30 allocated, 2 reserved and 4 in a graph."""
+    gpu(monkeypatch, free=3, total=40, segments=[segment(18, 17), segment(14, 13), segment(5, 1, pool=(0, 7))])
     shape = SHAPES["qwen3-8b"]
 
-    def make(step: Any) -> DrafterRank:
+    def make(step: Any, **changes: Any) -> DrafterRank:
         made = DrafterRank(
             0,
             "cuda:0",
             drafter=shape.drafter,
-            train=shape.train_settings("bfloat16"),
+            train=shape.train_settings("bfloat16").model_copy(update=changes),
             hidden_size=shape.hidden_size,
             target_revision="r",
             load_ends=lambda: FrozenEnds(torch.zeros(1, 1), torch.zeros(1, 1)),
@@ -352,21 +446,23 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], DrafterRank]:
 
 
 @pytest.mark.parametrize("during", [None, RuntimeError("operation failed due to a previous error during capture")])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_rank_that_runs_out_of_memory_says_what_to_lower(
-    rank: Callable[[Any], DrafterRank], during: Exception | None
+    rank: Callable[..., DrafterRank], during: Exception | None, optimizer: str
 ) -> None:
     with pytest.raises(RunError) as caught:
-        rank(Failing(torch.OutOfMemoryError("tried to allocate"), during)).warm()
-    train = SHAPES["qwen3-8b"].train_settings("bfloat16")
+        rank(Failing(torch.OutOfMemoryError("tried to allocate"), during), optimizer=optimizer).warm()
+    train = SHAPES["qwen3-8b"].train_settings("bfloat16").model_copy(update={"optimizer": optimizer})
     there = step_memory(SHAPES["qwen3-8b"].drafter, train, hidden_size=4096, vocab_size=151_936, tied=False)
-    # What the rank has put there itself already, and what is free or reserved and not used.
+    # What the rank has put there itself already, and what is free or reserved and not used, no graph's.
     room = 5 + (there.weights + there.gradients + there.working_copy + there.ends + there.buffers) / GIB
+    room += there.moments / GIB if optimizer == "muon" else 0  # which AdamW makes at its first step
     want = advise(train, room).replace("140.0 GiB", "40.0 GiB")
     assert str(caught.value) == f"out of memory. {want}"
 
 
 def test_a_rank_that_runs_out_of_memory_while_loading_says_so_too(
-    rank: Callable[[Any], DrafterRank], monkeypatch: pytest.MonkeyPatch
+    rank: Callable[..., DrafterRank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(self: Drafter, seed: int) -> Drafter:
         raise torch.OutOfMemoryError("tried to allocate")
@@ -378,8 +474,68 @@ def test_a_rank_that_runs_out_of_memory_while_loading_says_so_too(
         made.load()
 
 
-def test_another_error_stays_what_it_is(rank: Callable[[Any], DrafterRank]) -> None:
+def test_room_while_loading_is_asked_after_the_failure_and_without_what_was_built(
+    rank: Callable[..., DrafterRank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = rank(None)
+    parts: list[weakref.ref[Any]] = []
+
+    class Part:
+        """Stands for tensors on the device; a cycle, as modules have them."""
+
+        def __init__(self) -> None:
+            self.itself = self
+            parts.append(weakref.ref(self))
+
+    def to(self: Any, device: str) -> Any:
+        self.weights = Part()
+        return self
+
+    def fail(self: Any, *arguments: object, **more: object) -> None:
+        self.copy, copies = Part(), Part()
+        # Meanwhile a target beside this rank has loaded.
+        here = [segment(30, 28), segment(5, 1, pool=(0, 7))]
+        gpu(monkeypatch, free=0, total=40, segments=here)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", room)
+        raise torch.OutOfMemoryError(f"tried to allocate for {copies}")
+
+    def room(device: object) -> tuple[int, int]:
+        left = sum(part() is not None for part in parts)
+        return int((2.5 - 0.5 * left) * GIB), 40 * GIB
+
+    monkeypatch.setattr(Drafter, "__init__", lambda self, settings, hidden_size: None)
+    monkeypatch.setattr(Drafter, "initialise", lambda self, seed: self)
+    monkeypatch.setattr(Drafter, "to", to)
+    monkeypatch.setattr(DrafterStep, "__init__", fail)
+    with pytest.raises(RunError, match=r"out of memory.*can have 4\.5 GiB") as caught:
+        made.load()
+    assert len(parts) == 3
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+        RuntimeError("CUDA error: out of memory"),  # a graph is made ready, a module loaded
+        RuntimeError("CUDA driver error: out of memory"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+)
+def test_memory_that_the_driver_lacks_is_memory_too(rank: Callable[..., DrafterRank], error: RuntimeError) -> None:
+    with pytest.raises(RunError, match=r"out of memory\. The step needs"):
+        rank(Failing(error)).warm()
+    with pytest.raises(RunError, match=r"out of memory\. The step needs"):
+        rank(Failing(error, during=RuntimeError("capture was broken off"))).warm()
+
+
+def test_another_error_stays_what_it_is(rank: Callable[..., DrafterRank]) -> None:
     with pytest.raises(ValueError, match="another"):
         rank(Failing(ValueError("another"))).warm()
     with pytest.raises(RuntimeError, match="kernel"):
         rank(Failing(RuntimeError("no kernel"))).warm()
+    with pytest.raises(torch.AcceleratorError, match="illegal"):
+        rank(Failing(torch.AcceleratorError("CUDA error: an illegal memory access was encountered"))).warm()
+    with pytest.raises(ValueError, match="out of memory"):
+        rank(Failing(ValueError("CUDA error: out of memory"))).warm()

@@ -185,6 +185,29 @@ def test_empty_buffers_give_no_loss_and_no_gradient(tiny, shape, ends) -> None:
     assert all(float(state["step"]) == 0 for state in step.optimizer.adamw.state.values())
 
 
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_step_that_is_built_while_a_target_loads_is_the_same(tiny, shape, ends, default, optimizer) -> None:
+    """transformers switches the process-wide default dtype while it loads a target, in another thread."""
+    settings = SETTINGS.model_copy(update={"optimizer": optimizer})
+
+    def rates_and_weights() -> list[torch.Tensor]:
+        step = make_step(tiny, shape, ends, settings)
+        step.gradients.fill_(0.5)
+        step.sums.fill_(3.0)
+        step.update(1e-2)
+        own = step.optimizer
+        return [own.lr, own.skip, own.divisor, step.apply, *(p.detach().clone() for p in step.drafter.parameters())]
+
+    expected = rates_and_weights()
+    torch.set_default_dtype(default)
+    try:
+        found = rates_and_weights()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(found, expected, strict=True))
+
+
 def test_tokens_after_an_anchor_do_not_reach_its_block(tiny, shape, target, ends, write_dataset, random_rows) -> None:
     """The whole way: rows, loader, target, buffers, drafter. Labels aside, a block knows its past and its anchor."""
 

@@ -1,5 +1,6 @@
 """The part of `paceline plan` about memory: what a drafter rank of RUN.yaml needs on its GPU."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -9,33 +10,77 @@ from paceline.records import UserError
 
 
 def plan_memory(run: RunSettings, console: Console) -> dict[str, Any] | None:
-    """Print what a drafter rank needs on a GPU and return it in bytes, or None where the target is not here.
+    """Print what a drafter rank needs on a GPU and return it in bytes, with the ranks on each device.
 
-    Of the target only config.json is read. Nothing is fetched: a plan of the data is of use without the target.
-
-    Raises:
-        UserError: the target's config.json is not that of a decoder.
+    None where it is not estimated, and a line says why: a plan of the data is of use without. Of the target only
+    config.json and the headers of its weight files are read, and nothing is fetched.
     """
     # Late, because reading a target's configuration needs torch, and a dataset is planned without it.
-    from paceline.target.load import load_config
-    from paceline.train.memory import step_memory
+    from paceline.train.memory import sizes_for_tiles, step_memory
 
-    folder = _target_folder(run.target)
-    if folder is None:
-        console.line("  memory of a drafter rank not estimated: target.model is not on this machine")
+    rules = sizes_for_tiles(run.drafter, run.train)
+    if rules:
+        _not_estimated(f"attention on a GPU would be dense. If compiled or captured there, {rules}", console)
         return None
-    config = load_config(folder)
-    try:
-        hidden_size, vocab_size, tied = config.hidden_size, config.vocab_size, bool(config.tie_word_embeddings)
-    except AttributeError as error:
-        raise UserError(f"{folder / 'config.json'} does not describe a decoder: {error}.") from None
-    memory = step_memory(run.drafter, run.train, hidden_size=hidden_size, vocab_size=vocab_size, tied=tied)
+    sizes = _sizes_of_target(run.target, console)
+    if sizes is None:
+        return None
+    memory = step_memory(run.drafter, run.train, **sizes)
     console.line("  memory of a drafter rank on a GPU at its peak, if compiled or captured:")
     rows = [(name, f"{size / 2**30:.2f}") for name, size in [*memory.parts().items(), ("total", memory.total)]]
     console.table("", ("part", "GiB"), rows)
+    ranks = Counter(run.pipeline.drafters)
+    for device, count in ranks.items():
+        if count > 1:
+            console.line(f"  {count} ranks share {device} (pipeline.drafters): each needs that much of it")
     if run.train.policy == "eager":
         console.line("  train.policy eager needs more, which is not estimated")
-    return memory.as_dict()
+    return {**memory.as_dict(), "ranks": dict(ranks)}
+
+
+def _not_estimated(reason: str, console: Console) -> None:
+    console.line(f"  memory of a drafter rank not estimated: {reason}")
+
+
+def _sizes_of_target(target: TargetSettings, console: Console) -> dict[str, Any] | None:
+    """Return the target's hidden_size, vocab_size and whether its ends are tied, or None after a line that says why."""
+    from paceline.target.load import load_config
+
+    folder = _target_folder(target)
+    if folder is None:
+        _not_estimated("target.model is not on this machine", console)
+        return None
+    try:
+        config = load_config(folder)
+    except UserError as error:
+        _not_estimated(str(error), console)
+        return None
+    missing = [key for key in ("hidden_size", "vocab_size") if not isinstance(getattr(config, key, None), int)]
+    if missing:
+        _not_estimated(f"{folder / 'config.json'} does not describe a decoder: no {' and no '.join(missing)}", console)
+        return None
+    tied = bool(getattr(config, "tie_word_embeddings", False))
+    if tied and _has_head(folder):
+        console.line(
+            "  config.json ties embedding and head, but lm_head.weight is in the files: both are counted, "
+            "although one is kept where they are equal"
+        )
+        tied = False
+    return {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size, "tied": tied}
+
+
+def _has_head(folder: Path) -> bool:
+    """Return whether the weight files hold a head; a damaged one is left to those who load it."""
+    from safetensors import SafetensorError, safe_open
+
+    for path in folder.glob("*.safetensors"):
+        try:
+            with safe_open(path, framework="pt") as tensors:
+                if not {"lm_head.weight", "model.lm_head.weight"}.isdisjoint(tensors.keys()):
+                    return True
+        except (SafetensorError, OSError):
+            continue
+    return False
 
 
 def _target_folder(target: TargetSettings) -> Path | None:

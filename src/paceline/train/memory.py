@@ -1,8 +1,9 @@
 """What the drafter's step occupies on its GPU, computed from the settings alone, and what to lower if that is too much.
 
 Estimated is the peak of what torch has allocated for a step that is compiled or captured, over a micro-batch and the
-update. Eager steps take more: dense masks, and whatever torch's choice of an attention kernel keeps. What is beside the
-step on the same GPU, a target or features that wait, is not in it.
+update, with attention over tiles. Dense attention takes more, its masks and whatever torch's choice of a kernel keeps,
+and is not estimated: eager steps, and sizes that do not fit tiles. What is beside the step on the same GPU, a target,
+another rank or features that wait, is not in it.
 
 What backward keeps was read off the joint graph that AOTAutograd's partitioner cuts (torch 2.13). It recomputes next
 to nothing here: nearly everything feeds a matrix product or attention in backward. Of a layer, in the compute format:
@@ -33,7 +34,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from paceline.config import DrafterSettings, TrainSettings
-from paceline.drafter.attention import TILE
+from paceline.drafter.attention import TILE, fits_tiles
 from paceline.runtime.compiling import Policy
 
 Phase = Literal["loss", "backward", "gradients", "update"]
@@ -41,7 +42,10 @@ Phase = Literal["loss", "backward", "gradients", "update"]
 # Constants that no shape gives; `benchmarks/step_memory.py` holds the whole estimate against a GPU.
 _WORKSPACE = 96 << 20  # bytes: cuBLAS keeps 32 MiB (Hopper) for each thread and stream: forward, backward, capture
 _OUTPUTS = 2  # copies of the attention's output that are kept: laid out as its kernel does, and as o_proj reads it
-_USABLE = 0.95  # share of the free memory that a step can use: the rest goes to gaps between blocks and to CUDA graphs
+# Share of the free memory that a step can use: torch reserves more than it allocates, for gaps between blocks and for
+# what CUDA graphs keep. On an H200 the 8B shape, 45.8 GiB by the estimate, reserved 47.5 GiB when compiled (0.96) and
+# 49.4 GiB in the step's benchmark (0.93, with 0.5 GiB of features beside it).
+_USABLE = 0.92
 _LEAST_LOGITS_MIB = 64  # of train.logits_mib that is advised: with fewer rows the head's products slow down
 
 _TEMPORARIES: dict[Phase, str] = {
@@ -94,7 +98,10 @@ class StepMemory:
 def step_memory(
     drafter: DrafterSettings, train: TrainSettings, *, hidden_size: int, vocab_size: int, tied: bool
 ) -> StepMemory:
-    """Return the estimate for a compiled or captured step; `tied` says whether embedding and head are one tensor."""
+    """Return the estimate for a compiled or captured step whose sizes fit tiles (see `sizes_for_tiles`).
+
+    `tied` says whether embedding and head are one tensor.
+    """
     C, A, B, H = train.context_slots, train.anchor_slots, drafter.block_size, hidden_size
     mixed = train.dtype == "bfloat16"
     wire = 2 if mixed else 4
@@ -132,6 +139,20 @@ def step_memory(
     )
 
 
+def sizes_for_tiles(drafter: DrafterSettings, train: TrainSettings) -> str:
+    """Return which sizes must change, and to what, for attention over tiles; an empty text if they fit.
+
+    Others cannot be compiled or captured on a GPU, and what their dense attention needs is not estimated.
+    """
+    A, B, C = train.anchor_slots, drafter.block_size, train.context_slots
+    if fits_tiles(C, A, B):
+        return ""
+    if TILE % B:
+        return f"drafter.block_size ({B:,}) must divide {TILE}"
+    rules = (("train.context_slots", C, TILE), ("train.anchor_slots", A, _anchor_unit(drafter)))
+    return " and ".join(f"{key} ({size:,}) must be a multiple of {unit}" for key, size, unit in rules if size % unit)
+
+
 def advice(
     drafter: DrafterSettings,
     train: TrainSettings,
@@ -146,32 +167,43 @@ def advice(
     """Return what a step that ran out of memory needs, and which sizes to lower to what.
 
     `policy` is how the step ran; `room` is what it may take of the device's `total`, in bytes. Sizes that are named fit
-    by the estimate.
+    by the estimate when compiled or captured.
     """
 
     def memory(**changes: int) -> StepMemory:
         changed = train.model_copy(update=changes)
         return step_memory(drafter, changed, hidden_size=hidden_size, vocab_size=vocab_size, tied=tied)
 
-    now = memory()
-    # What ran out although it should fit must become smaller all the same.
-    goal = min(int(_USABLE * room), int(0.9 * now.total))
     there = f"can have {_gib(room)} of the device's {_gib(total)} (others hold the rest)"
+    compile_it, lower = "Set train.policy to compiled or captured", "Lower"
+    rules = sizes_for_tiles(drafter, train)
+    if rules:
+        return (
+            f"The step {there}; what dense attention needs is not estimated. Attention over tiles needs less. "
+            f"{compile_it}, for which {rules}."
+        )
+    now, usable = memory(), int(_USABLE * room)
     if policy == "eager":
-        # Dense masks, and what an attention kernel of torch's choice keeps: not estimated, and larger.
+        # Sizes that fit when compiled say nothing of an eager step, so they are named with the policy alone.
         said = f"Policy eager needs more memory than a compiled step, which needs about {_gib(now.total)}; it {there}"
-        if now.total <= _USABLE * room:
-            return f"{said}. Set train.policy to compiled or captured."
+        if now.total <= usable:
+            return f"{said}. {compile_it}."
+        goal, lower = usable, f"{compile_it} and lower"
     else:
-        but = ", which should do but did not" if now.total <= room else ""
-        said = f"The step needs about {_gib(now.total)} at its peak ({_largest(now)}) and {there}{but}"
+        said = f"The step needs about {_gib(now.total)} at its peak ({_largest(now)}) and {there}"
+        if now.total <= usable:
+            said += ", which should do but did not"
+        elif now.total <= room:
+            said += f", of which about {_gib(usable)} are of use: the rest goes to gaps between blocks"
+        # What ran out although it should fit must become smaller all the same.
+        goal = min(usable, int(0.9 * now.total))
     options = _options(drafter, train, lambda **changes: memory(**changes).total, goal)
     if options:
-        return f"{said}. Lower {options}."
+        return f"{said}. {lower} {options}."
     least = memory(anchor_slots=_anchor_unit(drafter), context_slots=TILE, logits_mib=1).total
     return (
         f"{said}. The smallest micro-batch there is needs {_gib(least)}, nearly all of it for weights, gradients, "
-        "moments, embedding and head. Lower drafter.layers, or use a device with more memory in pipeline.drafters."
+        f"moments, embedding and head. {lower} drafter.layers, or use a device with more memory in pipeline.drafters."
     )
 
 

@@ -47,9 +47,9 @@ class Optimizer:
 
     def __init__(self, drafter: nn.Module, settings: TrainSettings) -> None:
         device = next(drafter.parameters()).device
-        self.lr = torch.zeros((), device=device)
-        self.skip = torch.zeros((), device=device)
-        self.divisor = torch.ones((), device=device)
+        self.lr = torch.zeros((), dtype=torch.float32, device=device)
+        self.skip = torch.zeros((), dtype=torch.float32, device=device)
+        self.divisor = torch.ones((), dtype=torch.float32, device=device)
         matrices = [p for p in drafter.parameters() if p.ndim > 1]
         norms = [p for p in drafter.parameters() if p.ndim <= 1]
         decayed = {"params": matrices, "weight_decay": settings.weight_decay}

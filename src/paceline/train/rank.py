@@ -1,5 +1,8 @@
 """A drafter rank's part in a run: build the drafter, rehearse the one shape, train."""
 
+import gc
+import re
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
@@ -53,7 +56,7 @@ class DrafterRank:
         """
         ends = self._load_ends()
         self._vocab_size, self._tied = len(ends.head_VH), ends.head_VH is ends.embed_VH
-        with self._explaining_memory(held=0):
+        with self._explaining_memory(self._room_without_it):
             self.drafter = Drafter(self._drafter, self._hidden_size).initialise(self._train.seed).to(self.device)
             self._step = DrafterStep(self.drafter, ends, self._train, policy=self._policy, alarm=self._alarm)
 
@@ -68,7 +71,11 @@ class DrafterRank:
             self._drafter, self._train, hidden_size=self._hidden_size, vocab_size=self._vocab_size, tied=self._tied
         )
         held = there.weights + there.gradients + there.working_copy + there.ends + there.buffers
-        with self._explaining_memory(held=held):
+        held += there.moments if self._train.optimizer == "muon" else 0  # AdamW makes its own at its first step
+        # Asked before, while nobody else works: afterwards, what the failed rehearsal still holds, broken captures too,
+        # could not be told from what others hold.
+        room, total = _room(self.device)
+        with self._explaining_memory(lambda error: (room + held, total)):
             self._step.warm()
         self.doing = ""
         features_CD = self._step.buffers.features_CD
@@ -99,15 +106,17 @@ class DrafterRank:
         return self._step.recompiles
 
     @contextmanager
-    def _explaining_memory(self, *, held: int) -> Iterator[None]:
-        """Say what to lower if the block runs out of memory on a device where this rank holds `held` bytes already."""
-        # Asked before: afterwards, what the failed step still holds could not be told from what others hold.
-        room, total = _room(self.device)
+    def _explaining_memory(self, room_of: Callable[[BaseException], tuple[int, int]]) -> Iterator[None]:
+        """Say what to lower if the block runs out of memory.
+
+        `room_of` then returns what this rank may take of its device and what the device has, in bytes.
+        """
         try:
             yield
         except RuntimeError as error:
             if not _ran_out(error):
                 raise
+            room, total = room_of(error)
             cause = advice(
                 self._drafter,
                 self._train,
@@ -115,10 +124,21 @@ class DrafterRank:
                 vocab_size=self._vocab_size,
                 tied=self._tied,
                 policy=self._policy,
-                room=room + held,
+                room=room,
                 total=total,
             )
             raise RunError(f"out of memory. {cause}") from error
+
+    def _room_without_it(self, error: BaseException) -> tuple[int, int]:
+        """Return the room and the whole of the device once what this rank has put there is gone.
+
+        Asked after loading has failed, because others load meanwhile: a target beside this rank, another rank.
+        """
+        vars(self).pop("drafter", None)
+        for part in _causes(error):
+            traceback.clear_frames(part.__traceback__)  # which hold what was being built
+        gc.collect()
+        return _room(self.device)
 
     def _watched(self) -> Iterable[Dealt]:
         for batch, closing in self._source:
@@ -127,17 +147,40 @@ class DrafterRank:
             yield batch, closing
 
 
-def _ran_out(error: BaseException | None) -> bool:
+# What CUDA, its driver and those who call them say where torch's allocator was not asked: a graph is made ready, a
+# kernel is loaded, or cuBLAS starts.
+_NO_MEMORY = re.compile(
+    r"CUDA error: out of memory|CUDA driver error: out of memory|Triton Error \[CUDA\]: out of memory"
+    r"|CUBLAS_STATUS_ALLOC_FAILED"
+)
+
+
+def _ran_out(error: BaseException) -> bool:
     """Return whether an error is one of memory or came while one was handled, as when a capture is broken off."""
-    while error is not None and not isinstance(error, torch.OutOfMemoryError):
+    return any(
+        isinstance(part, torch.OutOfMemoryError) or (isinstance(part, RuntimeError) and _NO_MEMORY.search(str(part)))
+        for part in _causes(error)
+    )
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, what it came from, and so on."""
+    while error is not None:
+        yield error
         error = error.__cause__ or error.__context__
-    return error is not None
 
 
 def _room(device: str) -> tuple[int, int]:
     """Return the bytes of a device that can still be allocated, and all it has; zeros where it is no GPU."""
-    if torch.device(device).type != "cuda":
+    where = torch.device(device)
+    if where.type != "cuda":
         return 0, 0
-    free, total = torch.cuda.mem_get_info(device)
-    # What this process has reserved and does not use is given out again.
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device), total
+    free, total = torch.cuda.mem_get_info(where)
+    # What this process has reserved and does not use is given out again, except what CUDA graphs, of another rank, keep
+    # in their own pool. Where torch does not say whose a segment is, it counts as taken.
+    unused = sum(
+        segment["total_size"] - segment["allocated_size"]
+        for segment in torch.cuda.memory_snapshot()
+        if segment["device"] == where.index and segment.get("segment_pool_id") == (0, 0)
+    )
+    return free + unused, total

@@ -91,7 +91,8 @@ class DrafterStep:
         self.sums = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss, weight
         self.prefixes = torch.zeros(2, B - 1, dtype=torch.long, device=self.device)  # accepted, available
         self.norm = torch.zeros((), dtype=torch.float64, device=self.device)
-        self.apply = torch.ones((), device=self.device)  # 0: update leaves weights, moments and step count as they are
+        # 0: update leaves weights, moments and step count as they are.
+        self.apply = torch.ones((), dtype=torch.float32, device=self.device)
         # Blocks, anchor slots, tokens and padded tokens; a tensor, to be summed over ranks like the rest.
         self.counts_4 = torch.zeros(4, dtype=torch.float64, device=self.device)
         self.optimizer = Optimizer(drafter, settings)
