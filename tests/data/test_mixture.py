@@ -13,8 +13,9 @@ import pytest
 
 from paceline.blocks import anchor_candidates, sample_anchors
 from paceline.config import DataSettings
-from paceline.data.mixture import Mixture, batches_of_epochs, coverage, first_table, open_mixture, plan_epoch
-from paceline.data.plan import optimal_edges, plan, shuffled, table
+from paceline.data.mixture import EpochRows, Mixture, batches_of_epochs, coverage, first_table, open_mixture, plan_epoch
+from paceline.data.plan import optimal_edges, plan, table
+from paceline.data.plan_order import shuffled
 from paceline.data.store import CompletionDataset
 from paceline.records import UserError
 
@@ -31,6 +32,15 @@ def stream(size: int, seed: int, index: int, first: int) -> "list[tuple[int, int
     """The passes over a dataset one behind the other, twenty of them: (row, pass)."""
     passes = ((turn, shuffled(size, seed, 2**64 - 3, turn, index).tolist()) for turn in count())
     return [(first + row, turn) for turn, order in islice(passes, 20) for row in order]
+
+
+def rows_and_passes(held: EpochRows) -> tuple[list[int], list[int]]:
+    """The rows of all places of an epoch and their passes."""
+    places = np.arange(len(held), dtype=np.int32)
+    passes = held.passes(places).tolist()
+    rows = held.rows(places)
+    assert rows is places, "turned in their own array"
+    return rows.tolist(), passes
 
 
 @pytest.mark.parametrize(
@@ -52,9 +62,12 @@ def test_an_epoch_is_its_piece_of_each_stream(make_dataset: Make, weights: tuple
             want.update(stream(size, seed, index, first)[start:end])
             first += size
         held = mixture.epoch_rows(seed, epoch)
-        assert Counter(zip(held.rows_R.tolist(), held.passes_R.tolist(), strict=True)) == want
-        assert held.rows_R.dtype == held.passes_R.dtype == np.int32
-        taken.update(held.rows_R.tolist())
+        rows, passes = rows_and_passes(held)
+        assert Counter(zip(rows, passes, strict=True)) == want
+        assert held.lengths().tolist() == mixture.lengths[rows].tolist()
+        assert held.candidates(20).tolist() == np.minimum(mixture.candidates[rows], 20).tolist()
+        assert {held.lengths().dtype, held.candidates(20).dtype} == {np.dtype(np.int8)}, "no row is longer than 127"
+        taken.update(rows)
     for low, high in ((0, 10), (10, 17), (17, 30)):
         counts = [taken[row] for row in range(low, high)]
         assert max(counts) - min(counts) <= 1, "over epochs every row of a dataset is taken equally often"
@@ -62,10 +75,20 @@ def test_an_epoch_is_its_piece_of_each_stream(make_dataset: Make, weights: tuple
 
 def test_halves_are_the_two_halves_of_a_pass(make_dataset: Make) -> None:
     mixture = Mixture([make_dataset(rows_of(11))], [0.5])
-    one, two = (mixture.epoch_rows(3, epoch) for epoch in (0, 1))
-    assert (len(one.rows_R), len(two.rows_R)) == (5, 6)
-    assert sorted([*one.rows_R.tolist(), *two.rows_R.tolist()]) == list(range(11))
-    assert {*one.passes_R.tolist(), *two.passes_R.tolist()} == {0}
+    (one, first), (two, second) = (rows_and_passes(mixture.epoch_rows(3, epoch)) for epoch in (0, 1))
+    assert (len(one), len(two)) == (5, 6)
+    assert sorted([*one, *two]) == list(range(11))
+    assert {*first, *second} == {0}
+
+
+def test_broken_passes_of_many_rows_meet_without_a_gap(make_dataset: Make) -> None:
+    """More rows than a drawn order comes in parts."""
+    mixture = Mixture([make_dataset(rows_of(2), "small"), make_dataset(rows_of(400), "large")], [1.0, 0.3])
+    want = stream(400, 3, 1, 2)
+    for epoch in range(8):
+        rows, passes = rows_and_passes(mixture.epoch_rows(3, epoch))
+        mine = [pair for pair in zip(rows, passes, strict=True) if pair[0] >= 2]
+        assert mine == want[epoch * 120 : (epoch + 1) * 120]
 
 
 @pytest.mark.parametrize("layout", ["bucketed", "trimmed", "packed"])
@@ -76,10 +99,10 @@ def test_one_dataset_is_planned_as_if_there_were_no_mixture(make_dataset: Make, 
     for epoch in (0, 2):
         made, held = plan_epoch(mixture, data, seed=5, epoch=epoch, edges=mixture.edges(data))
         want = plan(dataset.lengths, data, seed=5, epoch=epoch)
-        assert held.rows_R[made.rows_N].tolist() == want.rows_N.tolist()
+        assert set(held.passes(made.rows_N).tolist()) == {epoch}
+        assert held.rows(made.rows_N).tolist() == want.rows_N.tolist()
         assert made.offsets.tolist() == want.offsets.tolist()
         assert made.edges == want.edges
-        assert set(held.passes_R.tolist()) == {epoch}
     assert first_table(mixture, data, seed=5) == table(plan(dataset.lengths, data, seed=5, epoch=0), dataset.lengths)
 
 
@@ -160,7 +183,7 @@ def test_coverage_is_what_the_draws_come_to(make_dataset: Make, weights: tuple[f
     drawn = possible = 0
     for epoch in range(4):
         held = mixture.epoch_rows(2, epoch)
-        for row, turn in zip(held.rows_R.tolist(), held.passes_R.tolist(), strict=True):
+        for row, turn in zip(*rows_and_passes(held), strict=True):
             candidates = anchor_candidates(mixture.row(row)[1])
             got = sample_anchors(candidates, 6, seed=2, epoch=turn, sample=row)
             hit |= {(row, anchor) for anchor in got.tolist()}

@@ -5,7 +5,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.data.packing import count_bins, pack
+from paceline.data.packing import Packing, count_bins
+
+
+def pack(counts: np.ndarray, budget: int) -> np.ndarray:
+    """The bin of every item, longest first, whose places in its bin ascend."""
+    packing = Packing(counts, budget)
+    ends = np.cumsum(packing.sizes_M)
+    places = packing.seat(ends - packing.sizes_M)(np.arange(counts.sum()))
+    assert sorted(places.tolist()) == list(range(int(counts.sum()))), "every place once"
+    bins = np.searchsorted(ends, places, side="right")
+    assert np.argsort(places).tolist() == np.argsort(bins, kind="stable").tolist(), "in a bin the longest comes first"
+    return bins
 
 
 def slow_packing(lengths: list[int], budget: int) -> list[int]:
@@ -53,6 +64,15 @@ def test_cases_by_hand() -> None:
     assert pack(np.bincount([6, 6, 4, 4, 4]), 10).tolist() == [0, 1, 0, 1, 2]
     assert pack(np.bincount([3] * 7), 10).tolist() == [0, 0, 0, 1, 1, 1, 2]
     assert pack(np.bincount([10, 10]), 10).tolist() == [0, 1]
+
+
+def test_bins_may_lie_in_any_order() -> None:
+    packing = Packing(np.bincount([6, 6, 4, 4, 4, 1]), 10)
+    assert packing.sizes_M.tolist() == [2, 2, 2]
+    for starts in ([4, 0, 2], [0, 2, 4], [2, 4, 0]):  # again and again
+        first = np.array(starts)
+        want = [first[0], first[1], first[0] + 1, first[1] + 1, first[2], first[2] + 1]
+        assert packing.seat(first)(np.arange(6)).tolist() == want
 
 
 def test_items_of_no_length_take_no_room() -> None:

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from paceline.config import DataSettings
 from paceline.data import plan as planning
-from paceline.data.plan import Plan, count_batches, optimal_edges, plan, shuffled, table
+from paceline.data.plan import Plan, count_batches, optimal_edges, plan, table
+from paceline.data.plan_order import shuffled
 from paceline.records import UserError
 
 LAYOUTS = ["bucketed", "trimmed", "packed"]

@@ -48,11 +48,12 @@ _LOOKS = 16  # at memory in a pass: at its first micro-batch, and each time so m
 
 
 def load(folder: str) -> dict[str, Any]:
-    """Take one epoch from the loader; memory is looked at in the same places of every pass, whatever its length.
+    """Take one epoch from the loader; between micro-batches memory is looked at in the same places of every pass.
 
-    Not at its end, where nothing of the epoch is held any more.
+    Not at its end, where nothing of the epoch is held any more. Its peak is that of the whole pass, opening and
+    planning included.
     """
-    from paceline.bench.memory import memory_of
+    from paceline.bench.memory import OwnPeak, memory_of
     from paceline.bench.stream import epoch_of
     from paceline.data.manifest import load_manifest
 
@@ -60,12 +61,13 @@ def load(folder: str) -> dict[str, Any]:
     held: list[float] = []
     tokens = rows = batches = 0
     began = time.perf_counter()
-    for lengths in epoch_of(folder):
-        tokens += sum(lengths)
-        rows += len(lengths)
-        batches += 1
-        while len(held) < _LOOKS and rows * _LOOKS >= total * len(held):
-            held.append(memory_of()["RssAnon"])
+    with OwnPeak() as peak:
+        for lengths in epoch_of(folder):
+            tokens += sum(lengths)
+            rows += len(lengths)
+            batches += 1
+            while len(held) < _LOOKS and rows * _LOOKS >= total * len(held):
+                held.append(memory_of()["RssAnon"])
     seconds = time.perf_counter() - began
     return {
         "rows": rows,
@@ -73,6 +75,7 @@ def load(folder: str) -> dict[str, Any]:
         "micro_batches": batches,
         "seconds": seconds,
         "held_mib": held,
+        "peak_mib": peak.mib,
     }
 
 

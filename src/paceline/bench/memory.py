@@ -4,12 +4,15 @@ Anonymous memory is what a process allocated; pages of mapped files are left out
 the kernel takes back at will. A tree's memory is the sum over its processes: pages that they share count twice.
 """
 
+import mmap
+import os
 import threading
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
 _EVERY_S = 0.1
+_OFTEN_S = 0.002  # planning an epoch of a million rows holds its most for some hundredths of a second
 
 
 def memory_of(process: int | str = "self") -> dict[str, float]:
@@ -54,6 +57,31 @@ class TreePeak:
             members = [memory_of(process) for process in _tree(self.process)]
             self.processes = max(self.processes, len(members))
             self.mib = max(self.mib, sum(member["RssAnon"] + member["RssShmem"] for member in members))
+
+
+class OwnPeak:
+    """Watches this process while a block runs: `mib` is the most it allocated, looked at every two milliseconds."""
+
+    def __init__(self) -> None:
+        self.mib = 0.0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> "OwnPeak":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        with Path("/proc/self/statm").open("rb", buffering=0) as file:  # an eighth of the time that status takes
+            while True:
+                _, resident, shared, *_ = os.pread(file.fileno(), 200, 0).split()
+                self.mib = max(self.mib, (int(resident) - int(shared)) * mmap.PAGESIZE / 2**20)
+                if self._stop.wait(_OFTEN_S):
+                    return
 
 
 def _tree(root: int) -> set[int]:

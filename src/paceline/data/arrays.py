@@ -8,6 +8,7 @@ Shapes: N and R rows, L numbers from 0 up.
 """
 
 import mmap
+from collections.abc import Callable, Iterable
 
 import numpy as np
 from jaxtyping import Int
@@ -23,6 +24,25 @@ def long_array(count: int, dtype: DTypeLike = np.int32) -> Int[np.ndarray, " N"]
     if size < _SMALL:
         return np.empty(count, dtype)
     return np.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype)
+
+
+def joined(
+    parts: Callable[[], Iterable[Int[np.ndarray, " n"]]], dtype: DTypeLike | None = None
+) -> Int[np.ndarray, " N"]:
+    """Return the parts end to end, which are asked for twice; numbers from 0 up, in as few bytes as the largest needs
+    with a sign.
+
+    Of the parts one at a time is held, for together they are as large as the whole.
+    """
+    count = largest = 0
+    for part in parts():
+        count += len(part)
+        largest = max(largest, int(part.max(initial=0)))
+    joined_N, first = long_array(count, dtype or np.min_scalar_type(-largest - 1)), 0
+    for part in parts():
+        joined_N[first : first + len(part)] = part
+        first += len(part)
+    return joined_N
 
 
 def pick(values_N: Int[np.ndarray, " N"], places_R: Int[np.ndarray, " R"]) -> Int[np.ndarray, " R"]:

@@ -17,9 +17,9 @@ from jaxtyping import Bool, Int
 
 from paceline import blocks
 from paceline.config import DataSettings, TrainSettings
-from paceline.data.arrays import PIECE, pick
+from paceline.data.arrays import PIECE, long_array
 from paceline.data.mixture import Mixture, batches_of_epochs, plan_epoch
-from paceline.data.plan import widths
+from paceline.data.plan import ROUND, widths
 from paceline.records import BlockSet, RunError, TokenBatch, UserError
 
 
@@ -41,7 +41,7 @@ class Cut:
 class EpochCuts:
     """The micro-batches of an epoch, in order: number i holds rows_N[starts[i] : starts[i + 1]].
 
-    It stays while its epoch is read, so it keeps no more of a row than four bytes, and four where passes differ.
+    It stays while its epoch is read, so it keeps no more of a row than four bytes, and one more where passes differ.
     """
 
     rows_N: Int[np.ndarray, " N"]  # numbered through all datasets
@@ -164,17 +164,18 @@ def cut_epoch(
 ) -> EpochCuts:
     """Return an epoch's micro-batches: each batch cut, in its order, into the fewest runs that fit C and A."""
     made, held = plan_epoch(mixture, data, seed=train.seed, epoch=epoch, edges=edges)
-    one_pass = held.passes_R.strides == (0,)
-    passes_N = held.passes_R if one_pass else pick(held.passes_R, made.rows_N)
-    made = replace(made, rows_N=pick(held.rows_R, made.rows_N))  # numbered through all datasets
-    del held
-    ordered_N = pick(mixture.lengths, made.rows_N)
-    anchors_N = pick(mixture.candidates, made.rows_N)
-    np.minimum(anchors_N, train.anchors_per_sample, out=anchors_N)
-    starts, batch_U = cut_batches(ordered_N, anchors_N, made.offsets, train)
-    width_U = widths(made, ordered_N, starts, made.bucket_M[batch_U])
-    starts, width_U = starts.astype(np.int32), width_U.astype(np.int32)
-    return EpochCuts(made.rows_N, passes_N, len(made), made.layout == "packed", starts, batch_U, width_U)
+    lengths_N = held.lengths()
+    anchors_N = held.candidates(train.anchors_per_sample)
+    starts, batch_U = cut_batches(lengths_N, anchors_N, made.offsets, train, made.rows_N)
+    del anchors_N
+    width_U = long_array(len(batch_U), np.min_scalar_type(-made.edges[-1] - ROUND))
+    for first, behind in _together(starts):
+        ordered_n = lengths_N[made.rows_N[starts[first] : starts[behind]]]
+        bucket_u = made.bucket_M[batch_U[first:behind]]
+        width_U[first:behind] = widths(made, ordered_n, starts[first : behind + 1] - starts[first], bucket_u)
+    del lengths_N
+    passes_N, rows_N = held.passes(made.rows_N), held.rows(made.rows_N)
+    return EpochCuts(rows_N, passes_N, len(made), made.layout == "packed", starts, batch_U, width_U)
 
 
 def cut_batches(
@@ -182,20 +183,35 @@ def cut_batches(
     anchors_N: Int[np.ndarray, " N"],
     offsets: Int[np.ndarray, " ends"],
     train: TrainSettings,
+    rows_N: Int[np.ndarray, " N"] | None = None,
 ) -> tuple[Int[np.ndarray, " starts"], Int[np.ndarray, " U"]]:
-    """Return where micro-batches start, and the end, and the batch of each. Every row fits alone."""
-    starts, batches = [], []
+    """Return where micro-batches start, and the end, and the batch of each. Every row fits alone.
+
+    `rows_N` says whose length and anchors come where; without it they come as they lie.
+    """
+    count, done = int(offsets[-1]), 0
+    starts, batch_U = long_array(count + 1), long_array(count)  # touched as far as cuts go
+    for first, behind in _together(offsets):
+        mine: slice | Int[np.ndarray, " n"] = slice(int(offsets[first]), int(offsets[behind]))
+        if rows_N is not None:
+            mine = rows_N[mine]
+        ends = offsets[first : behind + 1] - offsets[first]
+        start_u, batch_u = _cut_together(lengths_N[mine], anchors_N[mine], ends, train)
+        span = slice(done, done + len(start_u))
+        starts[span], batch_U[span] = start_u + offsets[first], batch_u + np.int32(first)
+        done += len(start_u)
+    starts[done] = count
+    return starts[: done + 1], batch_U[:done]
+
+
+def _together(offsets: Int[np.ndarray, " ends"]) -> Iterator[tuple[int, int]]:
+    """Yield (first, behind) of as many runs of rows as have no more than PIECE of them together, one at least."""
     first, count = 0, len(offsets) - 1
-    while first < count:  # so many batches together as have no more than PIECE rows, one at least
+    while first < count:
         behind = int(np.searchsorted(offsets, offsets[first] + PIECE, side="right")) - 1
         behind = max(behind, first + 1)
-        start, stop = int(offsets[first]), int(offsets[behind])
-        ends = offsets[first : behind + 1] - start
-        starts_u, batch_u = _cut_together(lengths_N[start:stop], anchors_N[start:stop], ends, train)
-        starts.append(starts_u + start)
-        batches.append(batch_u + np.int32(first))
+        yield first, behind
         first = behind
-    return np.concatenate([*starts, offsets[-1:]]), np.concatenate(batches)
 
 
 def _cut_together(

@@ -7,30 +7,105 @@ then the other, 2 takes every row twice with anchors of its own for either pass.
 Shapes: N rows of all datasets, R rows of an epoch, L lengths from 0 up.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
+from itertools import chain
 from math import floor
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from paceline.config import DataSettings
-from paceline.data.arrays import histogram, long_array, pick
-from paceline.data.plan import BucketTable, Plan, check_lengths, count_batches, optimal_edges, plan, shuffled, table
+from paceline.data.arrays import PIECE, histogram, joined, long_array
+from paceline.data.plan import BucketTable, Plan, check_lengths, count_batches, optimal_edges, plan, table
+from paceline.data.plan_order import shuffled_parts
 from paceline.data.store import CompletionDataset, open_dataset
 from paceline.records import UserError
 
 _PASSES = 2**64 - 3  # second word of the Philox key, see plan.py
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class EpochRows:
-    """What an epoch holds: rows, numbered through all datasets, and which pass over its dataset each belongs to."""
+class Stretch(NamedTuple):
+    """Rows that an epoch takes from one pass over a dataset: all of them, whose order does not matter, or these."""
 
-    rows_R: Int[np.ndarray, " R"]
-    passes_R: Int[np.ndarray, " R"]
+    dataset: int
+    turn: int  # which pass it is
+    size: int
+    rows_n: Int[np.ndarray, " n"] | None  # numbered in the dataset; None: all
+
+
+class EpochRows:
+    """What an epoch holds: stretches one behind the other, in an order that is no order to train in.
+
+    Places count through all of them, rows through all datasets.
+    """
+
+    def __init__(self, mixture: "Mixture", stretches: Sequence[Stretch]) -> None:
+        """Keep the stretches; what is told of a place is worked out when it is asked for."""
+        self._mixture = mixture
+        self._stretches = stretches
+        self._ends = np.cumsum([stretch.size for stretch in stretches], dtype=np.int64)
+        self._turns = np.array([stretch.turn for stretch in stretches])
+        self._turns = self._turns.astype(np.min_scalar_type(-1 - self._turns.max(initial=0)))
+        self.one_pass = len(set(self._turns.tolist())) == 1
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def lengths(self) -> Int[np.ndarray, " R"]:
+        """Return the tokens of each place, put together anew."""
+        return self._told([dataset.length_parts for dataset in self._mixture.datasets])
+
+    def candidates(self, most: int) -> Int[np.ndarray, " R"]:
+        """Return how many anchors each place draws, `most` at most, put together anew."""
+
+        def capped(dataset: CompletionDataset) -> Iterator[Int[np.ndarray, " n"]]:
+            return (np.minimum(part, most) for part in dataset.candidate_parts())
+
+        return self._told([partial(capped, dataset) for dataset in self._mixture.datasets])
+
+    def rows(self, places_R: Int[np.ndarray, " R"]) -> Int[np.ndarray, " R"]:
+        """Turn places into rows, in their own array."""
+        firsts = [int(self._mixture.first_rows[stretch.dataset]) for stretch in self._stretches]
+        begins = self._ends - [stretch.size for stretch in self._stretches]
+        for at in range(0, len(places_R), PIECE):
+            places_n = places_R[at : at + PIECE]
+            stretch_n = np.searchsorted(self._ends, places_n, side="right")
+            rows_n = places_n - begins[stretch_n]
+            for index, stretch in enumerate(self._stretches):
+                if stretch.rows_n is not None:
+                    mine_n = stretch_n == index
+                    rows_n[mine_n] = stretch.rows_n[rows_n[mine_n]]
+            places_n[:] = rows_n + np.array(firsts)[stretch_n]
+        return places_R
+
+    def passes(self, places_R: Int[np.ndarray, " R"]) -> Int[np.ndarray, " R"]:
+        """Return which pass over its dataset each place belongs to; where it is one pass, all share its number."""
+        if self.one_pass:
+            return np.broadcast_to(self._turns[0], len(places_R))
+        passes_R = long_array(len(places_R), self._turns.dtype)
+        for at in range(0, len(places_R), PIECE):
+            places_n = places_R[at : at + PIECE]
+            passes_R[at : at + PIECE] = self._turns[np.searchsorted(self._ends, places_n, side="right")]
+        return passes_R
+
+    def _told(self, columns: Sequence[Callable[[], Iterator[Int[np.ndarray, " n"]]]]) -> Int[np.ndarray, " R"]:
+        """Return a column of the datasets by place."""
+
+        def parts() -> Iterator[Int[np.ndarray, " n"]]:
+            for stretch in self._stretches:
+                if stretch.rows_n is None:
+                    yield from columns[stretch.dataset]()
+                    continue
+                column_N = joined(columns[stretch.dataset])
+                for at in range(0, stretch.size, PIECE):
+                    yield column_N[stretch.rows_n[at : at + PIECE]]
+
+        return joined(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +133,13 @@ class Mixture:
 
     @property
     def lengths(self) -> Int[np.ndarray, " N"]:
-        """Tokens of each row, put together anew from the mapped files."""
-        return _joined([dataset.lengths for dataset in self.datasets])
+        """Tokens of each row, put together anew from the mapped files, in as few bytes as the longest needs."""
+        return joined(lambda: chain.from_iterable(dataset.length_parts() for dataset in self.datasets))
 
     @property
     def candidates(self) -> Int[np.ndarray, " N"]:
         """How many positions of each row may be anchors, put together anew as well."""
-        return _joined([dataset.candidates for dataset in self.datasets])
+        return joined(lambda: chain.from_iterable(dataset.candidate_parts() for dataset in self.datasets))
 
     def row(self, index: int) -> tuple[Int[np.ndarray, " S"], Bool[np.ndarray, " S"]]:
         """Return a row's ids, which may be a view of the file, and its loss mask."""
@@ -116,43 +191,33 @@ class Mixture:
         Raises:
             UserError: the weights are so small that the epoch would hold none.
         """
-        held, done = sum(self.rows_of_epoch(epoch)), 0
-        rows_R, turns = long_array(held), []
+        stretches = []
         for index, (dataset, weight) in enumerate(zip(self.datasets, self.weights, strict=True)):
-            count, first = len(dataset), np.int32(self.first_rows[index])
+            count = len(dataset)
             place, end = _places(count, weight, epoch)
             while place < end:
                 turn, start = divmod(place, count)
                 stop = min(count, start + end - place)
-                whole = stop - start == count  # then the order of the pass does not matter
-                mine_r = rows_R[done : done + stop - start]
-                if whole:
-                    mine_r[:] = 1
-                    mine_r[0] = first
-                    np.cumsum(mine_r, dtype=np.int32, out=mine_r)
-                else:
-                    np.add(shuffled(count, seed, _PASSES, turn, index)[start:stop], first, out=mine_r)
-                turns.append((turn, stop - start))
-                place, done = place + stop - start, done + stop - start
-        if not held and len(self):
+                rows_n = None if stop - start == count else _part_of_pass(count, seed, turn, index, start, stop)
+                stretches.append(Stretch(index, turn, stop - start, rows_n))
+                place += stop - start
+        if not stretches and len(self):
             raise UserError(
                 f"data.weights must give every epoch a row, got {[float(weight) for weight in self.weights]}, and "
                 f"epoch {epoch} would hold none of the {len(self):,} rows. Raise them."
             )
-        return EpochRows(rows_R, _passes(turns))
+        return EpochRows(self, stretches)
 
 
-def _passes(turns: Sequence[tuple[int, int]]) -> Int[np.ndarray, " R"]:
-    """Return the passes that so many rows each belong to; where it is one pass, all rows share its number."""
-    numbers = np.array([turn for turn, _ in turns], dtype=np.int32)
-    sizes = [size for _, size in turns]
-    if len(set(numbers.tolist())) == 1:
-        return np.broadcast_to(numbers[0], sum(sizes))
-    return np.repeat(numbers, sizes)
-
-
-def _joined(parts: Sequence[Int[np.ndarray, " _"]]) -> Int[np.ndarray, " N"]:
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+def _part_of_pass(count: int, seed: int, turn: int, index: int, start: int, stop: int) -> Int[np.ndarray, " n"]:
+    """Return which rows come from `start` up to `stop` in a pass over a dataset."""
+    rows_n, before = long_array(stop - start), 0
+    for part_n in shuffled_parts(count, seed, _PASSES, turn, index):
+        first, behind = max(before, start), min(before + len(part_n), stop)
+        if first < behind:
+            rows_n[first - start : behind - start] = part_n[first - before : behind - before]
+        before += len(part_n)
+    return rows_n
 
 
 def _places(count: int, weight: Fraction, epoch: int) -> tuple[int, int]:
@@ -172,13 +237,13 @@ def open_mixture(settings: DataSettings) -> Mixture:
 def plan_epoch(
     mixture: Mixture, settings: DataSettings, *, seed: int, epoch: int, edges: tuple[int, ...]
 ) -> tuple[Plan, EpochRows]:
-    """Return an epoch's batches, whose rows are places in the epoch's rows, and these; `edges` are the mixture's.
+    """Return an epoch's batches, whose rows are places in the epoch, and what is there; `edges` are the mixture's.
 
     Raises:
         UserError: see plan and epoch_rows.
     """
     held = mixture.epoch_rows(seed, epoch)
-    return plan(pick(mixture.lengths, held.rows_R), settings, seed=seed, epoch=epoch, edges=edges), held
+    return plan(held.lengths(), settings, seed=seed, epoch=epoch, edges=edges), held
 
 
 def first_table(mixture: Mixture, settings: DataSettings, *, seed: int) -> BucketTable:
@@ -188,7 +253,7 @@ def first_table(mixture: Mixture, settings: DataSettings, *, seed: int) -> Bucke
         UserError: see plan and epoch_rows.
     """
     made, held = plan_epoch(mixture, settings, seed=seed, epoch=0, edges=mixture.edges(settings))
-    return table(made, pick(mixture.lengths, held.rows_R))
+    return table(made, held.lengths())
 
 
 def batches_of_epochs(mixture: Mixture, settings: DataSettings, *, seed: int, epochs: int) -> list[int]:
@@ -198,10 +263,9 @@ def batches_of_epochs(mixture: Mixture, settings: DataSettings, *, seed: int, ep
         UserError: see plan and epoch_rows.
     """
     edges = mixture.edges(settings)
-    counts, lengths_N = [], mixture.lengths
+    counts = []
     for epoch in range(1 if mixture.whole else epochs):
-        rows_R = mixture.epoch_rows(seed, epoch).rows_R
-        counts.append(count_batches(pick(lengths_N, rows_R), settings, edges))
+        counts.append(count_batches(mixture.epoch_rows(seed, epoch).lengths(), settings, edges))
     return counts * epochs if mixture.whole else counts
 
 

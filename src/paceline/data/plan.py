@@ -4,10 +4,10 @@ Three layouts. bucketed: a batch holds rows of one length bucket, each padded to
 the same sizes, of rows whose lengths are near one another, each padded to the longest of them. packed: samples whole
 and end to end in one row of up to the token budget.
 
-Only raw words of the counter-based Philox generator and stable sorts decide the order, so it is the same with every
-version of numpy and on every machine. What would take eight bytes a row is made piece by piece.
+The order is the same with every version of numpy and on every machine (plan_order.py). Beside the rows and their
+lengths nothing is as long as an epoch: drawn rows come part by part and each goes straight to its place in the plan.
 
-Shapes: N rows, M batches, K buckets, L lengths from 0 up, E distinct aligned lengths, G groups, n rows of a piece.
+Shapes: N rows, M batches, K buckets, L lengths from 0 up, E distinct aligned lengths, n rows of a piece.
 """
 
 from collections.abc import Callable
@@ -16,11 +16,12 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int, UInt64
+from jaxtyping import Float, Int
 
 from paceline.config import DataSettings
-from paceline.data.arrays import PIECE, histogram, long_array, pick
-from paceline.data.packing import count_bins, pack
+from paceline.data.arrays import histogram, long_array
+from paceline.data.packing import Packing, count_bins
+from paceline.data.plan_order import numbered, shuffled, shuffled_parts, stable_order
 from paceline.records import UserError
 
 # Second word of the Philox key. blocks.sample_anchors has the row there, so these count down from the top; see also
@@ -29,7 +30,6 @@ _MEMBERS = 2**64 - 1
 _ORDER = 2**64 - 2
 
 ROUND = 32  # the widths of trimmed and packed rows are multiples of this many tokens
-_PARTS = 16  # of what is shuffled, each of which draws all words again
 _WINDOW = 64  # trimmed: full batches within whose rows, in drawn order, those of like length come together
 
 
@@ -50,6 +50,19 @@ class Plan:
     def batch(self, index: int) -> Int[np.ndarray, " n"]:
         """Return the rows of a batch."""
         return self.rows_N[self.offsets[index] : self.offsets[index + 1]]
+
+
+Seats = Callable[[Int[np.ndarray, " n"]], Int[np.ndarray, " n"]]  # ascending numbers of rows to places in the plan
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Batches:
+    """Batches before they are put in order. Rows are numbered group by group, in a group as they are drawn."""
+
+    size_M: Int[np.ndarray, " M"]
+    bucket_M: Int[np.ndarray, " M"]
+    group_L: Int[np.ndarray, " L"]  # of a row of each length
+    seated: Callable[[Int[np.ndarray, " M"]], Seats]  # given the place of each batch's first row
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,24 +112,28 @@ def plan(
         UserError: there are no rows, or one is longer than the token budget or the last hand-written edge.
     """
     edges = check_lengths(lengths_N, settings, edges)
-    drawn = epoch if settings.reshuffle == "samples" else 0
-    rows_N = shuffled(len(lengths_N), seed, _MEMBERS, drawn)
-    if settings.layout == "packed":
-        sizes: tuple[int, ...] = (0,)
-        rows_N, offsets = _packed(rows_N, lengths_N, settings.token_budget)
-        bucket_M = np.zeros(len(offsets) - 1, dtype=np.int32)
-    else:
-        sizes = _batch_sizes(settings, edges)
-        rows_N, offsets, bucket_M = _bucketed(rows_N, lengths_N, edges, sizes, near=settings.layout == "trimmed")
+    counts_L = histogram(lengths_N)
+    packed = settings.layout == "packed"
+    sizes = (0,) if packed else _batch_sizes(settings, edges)
+    batches = _packed(counts_L, settings.token_budget) if packed else _bucketed(counts_L, edges, sizes)
 
     # Batches in drawn order, across buckets.
-    order_M = shuffled(len(bucket_M), seed, _ORDER, epoch)
-    moved = np.concatenate([[0], np.cumsum(np.diff(offsets)[order_M])])
-    source_N = long_array(len(rows_N))
-    source_N[:] = 1  # from a row of a batch to its next
-    source_N[moved[:-1]] = offsets[:-1][order_M] - np.concatenate([[0], offsets[1:][order_M][:-1] - 1])
-    np.cumsum(source_N, dtype=np.int32, out=source_N)
-    return Plan(settings.layout, edges, sizes, pick(rows_N, source_N), moved, bucket_M[order_M])
+    order_M = shuffled(len(batches.size_M), seed, _ORDER, epoch)
+    offsets = np.cumsum(np.concatenate([[0], batches.size_M[order_M]], dtype=np.int32), dtype=np.int32)
+    start_M = np.empty_like(offsets[:-1])
+    start_M[order_M] = offsets[:-1]
+    seats = batches.seated(start_M)
+
+    # Each row straight to its place there.
+    drawn = epoch if settings.reshuffle == "samples" else 0
+    parts = shuffled_parts(len(lengths_N), seed, _MEMBERS, drawn)
+    rows_N = long_array(len(lengths_N))
+    for number_n, rows_n in numbered(parts, lengths_N, batches.group_L, counts_L):
+        rows_N[seats(number_n)] = rows_n
+    if settings.layout == "trimmed":
+        windows = _cuts(_ends(counts_L, edges), tuple(size * _WINDOW for size in sizes))
+        _bring_together(rows_N, lengths_N, windows, seats)
+    return Plan(settings.layout, edges, sizes, rows_N, offsets, batches.bucket_M[order_M])
 
 
 def count_batches(
@@ -146,10 +163,12 @@ def widths(
     edge_U = np.array(made.edges)[bucket_U]
     if made.layout == "bucketed":
         return edge_U
-    over = np.add if made.layout == "packed" else np.maximum
-    width_U = over.reduceat(ordered_N, offsets[:-1], dtype=ordered_N.dtype)  # another type would copy all lengths
+    packed = made.layout == "packed"
+    over = np.add if packed else np.maximum
+    wide = np.int64 if packed else ordered_N.dtype  # another type copies all lengths, but a sum needs it
+    width_U = over.reduceat(ordered_N, offsets[:-1], dtype=wide)
     width_U = -(-width_U.astype(np.int64) // ROUND) * ROUND
-    return width_U if made.layout == "packed" else np.minimum(width_U, edge_U)
+    return width_U if packed else np.minimum(width_U, edge_U)
 
 
 def optimal_edges(
@@ -254,83 +273,41 @@ def check_lengths(
     return edges
 
 
-def shuffled(count: int, seed: int, purpose: int, epoch: int, place: int = 0) -> Int[np.ndarray, " n"]:
-    """Return 0 .. count - 1 in the order that (seed, purpose, epoch, place) draws, as 32-bit numbers."""
-    key, order_N, done = np.array([seed, purpose], dtype=np.uint64), long_array(count), 0
-    words_N, rows_N = long_array(count, np.int64).view(np.uint64), long_array(count)  # touched as far as a part goes
-    for part in range(_PARTS):
-        drawing, held = np.random.Philox(key=key, counter=[0, 0, place, epoch]), 0
-        for first in range(0, count, PIECE):
-            words_n = drawing.random_raw(min(PIECE, count - first))
-            mine_n = np.flatnonzero(words_n // (2**64 // _PARTS) == part)
-            span = slice(held, held + len(mine_n))
-            words_N[span], rows_N[span] = words_n[mine_n], mine_n + first
-            held += len(mine_n)
-        order_N[done : done + held] = pick(rows_N[:held], _word_order(words_N[:held]))
-        done += held
-    return order_N
-
-
-def _word_order(words_n: UInt64[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
-    order_n = np.argsort(words_n)  # five times as fast as a stable sort, and the same unless two words are equal
-    ordered_n = pick(words_n.view(np.int64), order_n)
-    return np.argsort(words_n, kind="stable") if (ordered_n[1:] == ordered_n[:-1]).any() else order_n
-
-
-def _bucketed(
-    rows_N: Int[np.ndarray, " N"],
-    lengths_N: Int[np.ndarray, " N"],
-    edges: tuple[int, ...],
-    sizes: tuple[int, ...],
-    *,
-    near: bool,
-) -> tuple[Int[np.ndarray, " N"], Int[np.ndarray, " ends"], Int[np.ndarray, " M"]]:
-    """Return rows, batch ends and buckets: bucket after bucket, cut to its batch size; its last batch may be smaller.
-
-    `near`: in each bucket, windows of drawn rows are sorted by length before they are cut.
-    """
-    counts_L = histogram(lengths_N)
-    ends, bucket_L = _ends(counts_L, edges), np.searchsorted(edges, np.arange(len(counts_L)))
-    rows_N = _grouped(rows_N, pick(bucket_L.astype(np.min_scalar_type(-len(edges))), pick(lengths_N, rows_N)))
-    if near:
-        for start, stop in pairwise(_cuts(ends, tuple(size * _WINDOW for size in sizes)).tolist()):
-            rows_n = rows_N[start:stop]
-            rows_N[start:stop] = rows_n[_stable_order(lengths_N[rows_n])]
+def _bucketed(counts_L: Int[np.ndarray, " L"], edges: tuple[int, ...], sizes: tuple[int, ...]) -> _Batches:
+    """Return the batches bucket after bucket, each cut to its batch size; its last batch may be smaller."""
+    ends = _ends(counts_L, edges)
     offsets = _cuts(ends, sizes)
-    return rows_N, offsets, np.searchsorted(ends, offsets[:-1], side="right").astype(np.int32)
+    bucket_M = np.searchsorted(ends, offsets[:-1], side="right").astype(np.int32)
+    group_L = np.searchsorted(edges, np.arange(len(counts_L)))
+
+    def seated(start_M: Int[np.ndarray, " M"]) -> Seats:
+        shift_M = start_M - offsets[:-1]
+        return lambda number_n: number_n + shift_M[np.searchsorted(offsets, number_n, side="right") - 1]
+
+    return _Batches(np.diff(offsets), bucket_M, group_L, seated)
 
 
-def _packed(
-    rows_N: Int[np.ndarray, " N"], lengths_N: Int[np.ndarray, " N"], budget: int
-) -> tuple[Int[np.ndarray, " N"], Int[np.ndarray, " ends"]]:
-    """Return rows and batch ends, bin after bin. Lengths alone decide the bins, the drawn order which row is where."""
-    counts_L = histogram(lengths_N)
-    keys_N = pick(lengths_N, rows_N)
-    np.subtract(lengths_N.max(), keys_N, out=keys_N)  # longest first
-    rows_N = _grouped(rows_N, keys_N)
-    bins_N = pack(counts_L, budget)
-    return _grouped(rows_N, bins_N), np.concatenate([[0], np.cumsum(histogram(bins_N))])
+def _packed(counts_L: Int[np.ndarray, " L"], budget: int) -> _Batches:
+    """Return the bins as batches. Lengths alone decide the bins, the drawn order which row is where."""
+    packing = Packing(counts_L, budget)
+    longest_first_L = np.arange(len(counts_L))[::-1]
+    return _Batches(packing.sizes_M, np.zeros_like(packing.sizes_M), longest_first_L, packing.seat)
 
 
-def _grouped(rows_N: Int[np.ndarray, " N"], keys_N: Int[np.ndarray, " N"]) -> Int[np.ndarray, " N"]:
-    """Return the rows by their keys, which are small whole numbers, and as they were where keys are equal."""
-    counts_G = histogram(keys_N)
-    place_G = np.cumsum(counts_G) - counts_G  # of each group's next row
-    grouped_N = long_array(len(rows_N))
-    step = max(PIECE, len(counts_G))  # with many groups a small piece would cost more than it holds
-    for first in range(0, len(rows_N), step):
-        keys_n = keys_N[first : first + step]
-        counts_G = np.bincount(keys_n, minlength=len(place_G))
-        place_n = np.repeat(place_G - np.cumsum(counts_G) + counts_G, counts_G) + np.arange(len(keys_n))
-        grouped_N[place_n] = rows_N[first : first + step][_stable_order(keys_n)]
-        place_G += counts_G
-    return grouped_N
+def _bring_together(
+    rows_N: Int[np.ndarray, " N"], lengths_N: Int[np.ndarray, " N"], windows: Int[np.ndarray, " ends"], seats: Seats
+) -> None:
+    """Sort the drawn rows of each window by length, in the places that they have."""
+    for start, stop in pairwise(windows.tolist()):
+        places_n = seats(np.arange(start, stop))
+        rows_n = rows_N[places_n]
+        rows_N[places_n] = rows_n[stable_order(lengths_N[rows_n])]
 
 
 def _cuts(ends: Int[np.ndarray, " K"], sizes: tuple[int, ...]) -> Int[np.ndarray, " ends"]:
     """Return where batches start, and the end, when each bucket is cut to its size."""
     starts = [np.arange(start, end, size) for start, end, size in zip([0, *ends], ends, sizes, strict=False)]
-    return np.concatenate([*starts, ends[-1:]])
+    return np.concatenate([*starts, ends[-1:]], dtype=np.int32)
 
 
 def _ends(counts_L: Int[np.ndarray, " L"], edges: tuple[int, ...]) -> Int[np.ndarray, " K"]:
@@ -340,15 +317,6 @@ def _ends(counts_L: Int[np.ndarray, " L"], edges: tuple[int, ...]) -> Int[np.nda
 
 def _batch_sizes(settings: DataSettings, edges: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(max(settings.min_batch, min(settings.max_batch, settings.token_budget // edge)) for edge in edges)
-
-
-def _stable_order(keys_N: Int[np.ndarray, " N"]) -> Int[np.ndarray, " N"]:
-    """Return the order of small whole numbers; numpy sorts 16 bits by radix, ten times as fast as 32."""
-    order_N = np.argsort(keys_N.astype(np.uint16), kind="stable")
-    if keys_N.dtype.itemsize < 4:
-        return order_N
-    high_N = keys_N >> 16
-    return order_N if not high_N.any() else order_N[np.argsort(high_N[order_N].astype(np.uint16), kind="stable")]
 
 
 def _padding(real_M: Int[np.ndarray, " m"], padded_M: Int[np.ndarray, " m"]) -> float:

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 from jaxtyping import Bool, Int
 
-from paceline.data.arrays import long_array
+from paceline.data.arrays import joined
 from paceline.data.columns import (
     NEEDED,
     Lists,
@@ -81,12 +81,20 @@ class CompletionDataset:
     @property
     def lengths(self) -> Int[np.ndarray, " N"]:
         """Tokens of each row, put together anew from the mapped files, so that nobody holds them without need."""
-        return _joined((np.diff(offsets) for offsets in self._id_offsets), len(self))
+        return joined(self.length_parts, np.int32)
 
     @property
     def candidates(self) -> Int[np.ndarray, " N"]:
         """How many positions of each row may be anchors (blocks.anchor_candidates), put together anew as well."""
-        return _joined(iter(self._candidates), len(self))
+        return joined(self.candidate_parts, np.int32)
+
+    def length_parts(self) -> Iterator[Int[np.ndarray, " n"]]:
+        """Yield `lengths` in parts."""
+        return (np.diff(offsets) for offsets in self._id_offsets)
+
+    def candidate_parts(self) -> Iterator[Int[np.ndarray, " n"]]:
+        """Yield `candidates` in parts."""
+        return iter(self._candidates)
 
     @property
     def fingerprint(self) -> str:
@@ -304,14 +312,6 @@ def _counted(dataset: CompletionDataset, files: Sequence[Path]) -> Manifest:
         shards=shards,
         origin=dataset.manifest.origin,
     )
-
-
-def _joined(parts: Iterator[Int[np.ndarray, " n"]], rows: int) -> Int[np.ndarray, " N"]:
-    joined_N, first = long_array(rows), 0
-    for part in parts:  # one at a time, for together they are as large as the whole
-        joined_N[first : first + len(part)] = part
-        first += len(part)
-    return joined_N
 
 
 def _row_sums(marks_T: Bool[np.ndarray, " T"], ends: Int[np.ndarray, " ends"]) -> Int[np.ndarray, " n"]:
