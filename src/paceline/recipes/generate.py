@@ -10,6 +10,7 @@ from paceline.data.completions import SHARD_LINES, VERSION, Ledger, check_same
 from paceline.data.completions_writer import CompletionsWriter, claimed, clear
 from paceline.data.prompt_file import Messages, PromptLines
 from paceline.data.survey import survey
+from paceline.decode.remote import Limits, Remote
 from paceline.decode.sampling import Sampling
 from paceline.observe.console import Console
 from paceline.pipeline.conversing import Completer, Conversations, check_refused
@@ -30,13 +31,12 @@ def generate_completions(
     console: Console,
     overwrite: bool = False,
     retry_errors: bool = False,
-    engine: str = "built-in",
     make: MakeCompleter | None = None,
     shard_lines: int = SHARD_LINES,
 ) -> dict[str, Any]:
     """Answer every prompt into the folder `out`, or what is missing of it, and return a summary (plain data).
 
-    `engine` names what `make` gives, as the folder remembers it; `shard_lines` is for a folder that is new.
+    `make` is for another engine than the one that is asked for; `shard_lines` is for a folder that is new.
 
     Raises:
         UserError: the settings, the prompt file or what is in the folder do not allow it, or too many prompts do not.
@@ -48,7 +48,7 @@ def generate_completions(
     tokenizer = load_tokenizer(asked.model, asked.revision)
     sampling, ignored = asked.sampling(facts)
     asker = asked.asker(facts, tokenizer)
-    decides = asked.decides(facts, tokenizer, sampling, asker, lines.sha256(), engine)
+    decides = asked.decides(facts, tokenizer, sampling, asker, lines.sha256())
     made_with = {"target": facts.name, "prompts": lines.name, "not_followed": list(ignored), **_versions()}
     if ignored:
         console.line(f"The target's generation_config.json sets {', '.join(ignored)} too, which is not followed.")
@@ -74,7 +74,8 @@ def generate_completions(
             # 3. What is missing.
             found = writer.found
             if ledger.open_shards:
-                completer = (make or _built_in(asked))(facts, tokenizer, sampling, ledger.survey.slots)
+                left = ledger.conversations - writer.total.conversations
+                completer = (make or _engine(asked, left, console))(facts, tokenizer, sampling, ledger.survey.slots)
                 asker = asked.asker(facts, tokenizer, ledger.survey.slots)
                 talks = Conversations(lines, asker, writer, turns=asked.turns, drops=asked.drops)
                 _run(talks, completer, writer, asked.max_quarantined, console)
@@ -83,11 +84,27 @@ def generate_completions(
     return _summary(out, ledger, writer, found=found, retried=retried)
 
 
-def _built_in(asked: Asked) -> MakeCompleter:
-    def make(facts: TargetFacts, _: Any, sampling: Sampling, slots: int) -> BuiltIn:
-        return BuiltIn(facts, asked.devices, sampling=sampling, dtype=asked.dtype, rows=asked.rows, slots=slots)
+def _engine(asked: Asked, left: int, console: Console) -> MakeCompleter:
+    """Return what makes the engine that is asked for; `left` conversations have no answer yet."""
 
-    return make
+    def built_in(facts: TargetFacts, _: Any, sampling: Sampling, slots: int) -> Completer:
+        rows = min(asked.rows, max(left, 1))  # each row's cache is allocated whether there is a prompt for it or not
+        return BuiltIn(facts, asked.devices, sampling=sampling, dtype=asked.dtype, rows=rows, slots=slots)
+
+    def remote(facts: TargetFacts, tokenizer: Any, sampling: Sampling, _: int) -> Completer:
+        return Remote(
+            asked.servers,
+            model=facts.name,
+            tokenizer=tokenizer,
+            stop_ids=facts.eos_ids,
+            vocab_size=facts.vocab_size,
+            sampling=sampling,
+            served_name=asked.served_name,
+            limits=Limits(concurrency=asked.concurrency, timeout_s=asked.server_timeout_s),
+            on_note=console.line,
+        )
+
+    return remote if asked.servers else built_in
 
 
 def _run(talks: Conversations, completer: Completer, writer: CompletionsWriter, share: float, console: Console) -> None:

@@ -38,6 +38,15 @@ class Asked:
     devices: Sequence[str] = ("cpu",)
     rows: int = 64
     max_quarantined: float = 0.01
+    servers: Sequence[str] = ()  # base URLs; none: the built-in engine on `devices`
+    served_name: str | None = None
+    concurrency: int = 64  # requests under way at all servers together
+    server_timeout_s: float = 1800.0  # of an answer
+
+    @property
+    def engine(self) -> str:
+        """What answers, as the folder remembers it."""
+        return "remote" if self.servers else "built-in"
 
     @property
     def drops(self) -> frozenset[str]:
@@ -80,7 +89,7 @@ class Asked:
         )
 
     def decides(
-        self, facts: TargetFacts, tokenizer: Any, sampling: Sampling, asker: Asker, prompts: str, engine: str
+        self, facts: TargetFacts, tokenizer: Any, sampling: Sampling, asker: Asker, prompts: str
     ) -> dict[str, Any]:
         """Return everything that decides the rows; `prompts` is the checksum of the prompt file."""
         template = json.dumps(asker.decides, sort_keys=True, default=str).encode()
@@ -98,6 +107,6 @@ class Asked:
             **asdict(sampling),
             "on_length": self.on_length,
             "on_loop": self.on_loop,
-            "engine": engine,
-            "dtype": self.dtype,
+            "engine": self.engine,
+            "dtype": None if self.servers else self.dtype,  # a server's is not known
         }
