@@ -179,9 +179,17 @@ class PipelineSettings(Section):
     feature_cache: Literal["off", "memory", "disk"] = Field(
         "off", description="keep features so that later epochs skip the target; needs data.reshuffle: batches"
     )
-    feature_cache_gib: float = Field(
-        4.0, gt=0, le=2**20, description="size the cache may reach, in GiB; the rest is recomputed"
-    )
+    feature_cache_gib: float = Field(4.0, gt=0, le=2**20, description="GiB the cache may reach; the rest is recomputed")
+
+
+class CheckpointSettings(Section):
+    """When the state of a run is saved, to go on from with `paceline train --resume`."""
+
+    every_minutes: float = Field(10.0, gt=0, le=1e6, description="minutes between two saves")
+    every_steps: Count | None = Field(None, description="optimizer steps between two saves, instead of every_minutes")
+    keep: Count = Field(2, description="newest checkpoints that stay; while one is written, it comes on top")
+    on_full_disk: Literal["stop", "wait"] = Field("stop", description="what the run does until there is room again")
+    grace_s: float = Field(60.0, gt=0, le=1e6, description="longest a stop may take, from SIGTERM or SIGINT on, in s")
 
 
 class RunSettings(Section):
@@ -193,6 +201,7 @@ class RunSettings(Section):
     data: DataSettings
     train: TrainSettings = TrainSettings()
     pipeline: PipelineSettings = PipelineSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
 
     @model_validator(mode="after")
     def _check(self) -> "RunSettings":

@@ -25,6 +25,13 @@ class RunError(PacelineError):
     """A run that could not go on. The command exits with status 1."""
 
 
+INTERRUPTED_STATUS = 75  # EX_TEMPFAIL of sysexits.h: a script does not go on, and a scheduler may start it again
+
+
+class Interrupted(PacelineError):
+    """A run that was asked to stop before its end and can go on later. The command exits with status 75."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockSet:
     """The K blocks of a micro-batch in flat context coordinates, sorted by anchor.

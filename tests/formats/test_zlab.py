@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from paceline.checkpoint import DrafterMeta, save_drafter
+from paceline.checkpoint.drafter import DrafterMeta, save_drafter
 from paceline.config import DrafterSettings
 from paceline.drafter.model import Drafter
 from paceline.formats import zlab

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline import blocks
-from paceline.checkpoint import DrafterMeta, load_meta, load_weights, save_drafter
+from paceline.checkpoint.drafter import DrafterMeta, load_meta, load_weights, save_drafter
 from paceline.config import DrafterSettings, RunSettings
 from paceline.data.chat import prompt_ids
 from paceline.data.manifest import Origin, tokenizer_fingerprint

@@ -1,5 +1,7 @@
-"""A run that fails while another role is deep inside torch still ends with status 1, and with 130 when interrupted."""
+"""A run that fails while another role is deep inside torch still ends with status 1; and one that is asked to stop,
+with 75, or 130 when asked twice."""
 
+import re
 import subprocess
 import sys
 import textwrap
@@ -41,7 +43,7 @@ SCRIPT = """
 """
 
 
-@pytest.mark.parametrize("how", ["fault", "interrupt"])
+@pytest.mark.parametrize("how", ["fault", "stop", "stop twice"])
 def test_the_status_is_right_although_a_role_stays_busy(
     tmp_path: Path, tiny_folder: Path, shape: Any, write_dataset: Callable[..., Path], random_rows: list, how: str
 ) -> None:
@@ -52,6 +54,7 @@ def test_the_status_is_right_although_a_role_stays_busy(
         "data": {"dataset": str(write_dataset(random_rows)), "max_batch": 2},
         "train": {"context_slots": 100, "anchor_slots": 16, "anchors_per_sample": 4, "dtype": "float32"},
         "pipeline": {"targets": ["cpu", "cpu"], "credit_gib": 1e-6},
+        "checkpoint": {"grace_s": 3},
     }
     settings = tmp_path / "RUN.yaml"
     settings.write_text(dump_settings(RunSettings.model_validate(tree)))
@@ -60,10 +63,13 @@ def test_the_status_is_right_although_a_role_stays_busy(
     process = subprocess.Popen(
         [sys.executable, "-c", script, str(settings)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    if how == "interrupt":
+    if how != "fault":
         assert process.stdout is not None
         assert any("busy" in line for line in process.stdout)
         process.send_signal(2)
+    if how == "stop twice":
+        time.sleep(0.5)
+        process.send_signal(15)
     _, stderr = process.communicate(timeout=60)
     assert time.monotonic() - began < 45
     assert "terminate called" not in stderr
@@ -71,6 +77,13 @@ def test_the_status_is_right_although_a_role_stays_busy(
         assert process.returncode == 1
         assert "error: target replica 0 on cpu failed while running" in stderr
         assert "RuntimeError: device lost" in stderr
+    elif how == "stop":
+        assert process.returncode == 75
+        assert re.search(
+            rf"^stopped: after step [01] of 72, .+\. Go on with `paceline train {tmp_path}/run --resume`\. "
+            r"It took longer than checkpoint\.grace_s \(3 s\)\.$",
+            stderr.strip(),
+        )
     else:
         assert process.returncode == 130
         assert stderr.strip().endswith("error: interrupted")

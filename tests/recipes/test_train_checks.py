@@ -86,5 +86,5 @@ def test_every_dataset_of_a_mixture_is_checked(check: Check, changes: dict[str, 
 def test_a_run_lies_in_none_of_its_datasets(tmp_path: Path) -> None:
     for name in ("one", "two"):
         with pytest.raises(UserError, match=rf"run_dir must not lie in the dataset .*{name} \(data\.dataset\)"):
-            check_run_folder(tmp_path / name / "run", [str(tmp_path / "one"), str(tmp_path / "two")])
-    check_run_folder(tmp_path / "run", [str(tmp_path / "one"), str(tmp_path / "two")])
+            check_run_folder(tmp_path / name / "run", [str(tmp_path / "one"), str(tmp_path / "two")], resume=False)
+    check_run_folder(tmp_path / "run", [str(tmp_path / "one"), str(tmp_path / "two")], resume=False)

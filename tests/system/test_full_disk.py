@@ -4,21 +4,30 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from paceline.config import RunSettings, dump_settings
 
 pytestmark = pytest.mark.system
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 256 KiB."""
+def size() -> str:
+    return "256k"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path, size: str) -> Iterator[Path]:
+    """A file system of so much."""
     place = tmp_path / "small"
     place.mkdir()
     prefix = [] if os.geteuid() == 0 else ["sudo"]
-    subprocess.run([*prefix, "mount", "-t", "tmpfs", "-o", "size=256k,mode=777", "tmpfs", place], check=True)
+    subprocess.run([*prefix, "mount", "-t", "tmpfs", "-o", f"size={size},mode=777", "tmpfs", place], check=True)
     yield place
     subprocess.run([*prefix, "umount", place], check=True)
 
@@ -66,3 +75,76 @@ def test_generate_onto_a_full_disk(small_disk: Path, tmp_path: Path, tiny_folder
     whole = tmp_path / "whole"
     assert paceline(*command, whole, "--dtype", "float32").returncode == 0
     assert (out / "completions-00000.jsonl").read_bytes() == (whole / "completions-00000.jsonl").read_bytes()
+
+
+def events(run: Path) -> list[dict[str, Any]]:
+    """Return the whole lines; the run that the disk ended has torn its last."""
+    return [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines() if line.endswith("}")]
+
+
+@pytest.mark.parametrize("size", ["12m"])
+@pytest.mark.parametrize("on_full_disk", ["stop", "wait"])
+def test_training_onto_a_disk_that_fills_up(
+    small_disk: Path,
+    tmp_path: Path,
+    tiny_folder: Path,
+    shape: Any,
+    write_dataset: Callable[..., Path],
+    random_rows: list[Any],
+    on_full_disk: str,
+) -> None:
+    """Another process takes the room while the run is under way, and gives it back."""
+    tree = {
+        "run_dir": str(small_disk / "run"),
+        "target": {"model": str(tiny_folder), "dtype": "float32"},
+        "drafter": shape.model_dump(),
+        "data": {"dataset": str(write_dataset(random_rows)), "token_budget": 120, "align": 8, "buckets": 3},
+        "train": {"epochs": 1000, "max_steps": 400, "context_slots": 100, "anchor_slots": 16, "anchors_per_sample": 4}
+        | {"policy": "eager", "log_every": 1},
+        "checkpoint": {"every_steps": 10, "on_full_disk": on_full_disk},
+    }
+    settings = tmp_path / "RUN.yaml"
+    settings.write_text(dump_settings(RunSettings.model_validate(tree)))
+    run, other = small_disk / "run", small_disk / "other"
+    output = tmp_path / "output"
+    with output.open("w") as out:
+        command = [sys.executable, "-m", "paceline", "train", settings]
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+    try:
+        wait_for(lambda: (run / "checkpoints" / "latest").exists(), process)
+        fill(other)
+        if on_full_disk == "wait":
+            wait_for(lambda: "The run waits" in output.read_text(), process)
+            time.sleep(1)
+            before = len(events(run))
+            time.sleep(1)
+            assert len(events(run)) == before, "it waits"
+            other.unlink()
+            assert process.wait(60) == 0, output.read_text()
+        else:
+            assert process.wait(60) == 1
+            assert f"go on with `paceline train {run} --resume`" in output.read_text()
+            other.unlink()
+            done = paceline("train", run, "--resume")
+            assert done.returncode == 0, done.stderr
+    finally:
+        process.kill()
+        process.wait()
+    assert [event["step"] for event in events(run) if event["event"] == "step"][-1] == 399
+
+
+def fill(path: Path) -> None:
+    with path.open("wb", buffering=0) as file:
+        try:
+            while file.write(bytes(4096)):
+                pass
+        except OSError:
+            pass
+
+
+def wait_for(seen: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+    until = time.monotonic() + 60
+    while not seen():
+        assert time.monotonic() < until
+        assert process.poll() is None
+        time.sleep(0.01)

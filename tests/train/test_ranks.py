@@ -38,6 +38,25 @@ def test_every_rank_gets_the_sum(ranks: int, late: int) -> None:
     meet(meeting, given, late)  # and again: the next step
 
 
+@pytest.mark.parametrize("late", [0, 1])
+def test_whether_a_step_is_the_last_is_rank_0s_to_say(late: int) -> None:
+    """A rank that asked for itself would leave alone if the signal came between two ranks' looks."""
+    meeting, said = Meeting(2), [[True, False, False, True], [False, True, False, False]]
+    learnt: list[list[bool]] = [[], []]
+
+    def body(rank: int) -> None:
+        for last in said[rank]:
+            time.sleep(0.02 * (rank == late))
+            learnt[rank].append(meeting.reduce(rank, [torch.zeros(1)], last=last))
+
+    threads = [threading.Thread(target=body, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert learnt == [said[0], said[0]]
+
+
 def test_ending_a_meeting_wakes_who_waits() -> None:
     meeting, woken = Meeting(2), threading.Event()
 

@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 from jaxtyping import Bool, Int
 
+from paceline.checkpoint.folder import whole_folder
 from paceline.data.manifest import NAME, VERSION, Manifest, Origin, Shard, save_manifest
 from paceline.data.store import SCHEMA
 from paceline.records import RunError, UserError
@@ -197,8 +198,6 @@ def placing(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
         UserError: see check_place, or the place cannot be written to.
         RunError: the disk is full or broken.
     """
-    from paceline.checkpoint import whole_folder  # imports torch, which reading a dataset does without
-
     check_place(folder, overwrite=overwrite)
     try:
         with whole_folder(folder) as aside:

@@ -12,7 +12,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from paceline.checkpoint import DrafterMeta, whole_folder
+from paceline.checkpoint.drafter import DrafterMeta
+from paceline.checkpoint.folder import whole_folder
 from paceline.drafter.model import Drafter
 from paceline.records import RunError
 

@@ -1,10 +1,13 @@
 """events.jsonl: the append-only record of a run, one JSON object a line.
 
 Every line has `schema` (version of this format), `t` (seconds since the epoch) and `event` (its kind); docs/events.md
-lists the kinds. A line is written with one call and flushed, so a killed run leaves at most one torn last line.
+lists the kinds. A line is written with one call, so a killed run leaves at most one torn last line. On a full disk
+lines wait in memory until there is room.
 """
 
+import errno
 import json
+import os
 import threading
 import time
 from pathlib import Path
@@ -18,19 +21,34 @@ class EventLog:
 
     def __init__(self, run: Path) -> None:
         run.mkdir(parents=True, exist_ok=True)
-        self._file = (run / "events.jsonl").open("a", encoding="utf-8")
+        self._file = (run / "events.jsonl").open("a+b", buffering=0)
+        self._waiting = b""  # what a full disk did not take; a run may be waiting for room
+        if self._file.tell():
+            self._file.seek(-1, os.SEEK_END)
+            if self._file.read(1) != b"\n":  # what a killed run left: the next line must not become a part of it
+                self._waiting = b"\n"
         self._lock = threading.Lock()
 
     def write(self, event: str, **values: Any) -> None:
         """Append one event."""
         line = json.dumps({"schema": SCHEMA, "t": round(time.time(), 3), "event": event, **values})
         with self._lock:
-            self._file.write(line + "\n")
-            self._file.flush()
+            self._waiting += line.encode() + b"\n"
+            self._flush()
 
     def close(self) -> None:
         """Close the file; later events are an error."""
-        self._file.close()
+        with self._lock:
+            self._flush()
+            self._file.close()
+
+    def _flush(self) -> None:
+        try:
+            while self._waiting:
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
 
     def __enter__(self) -> "EventLog":
         return self

@@ -125,7 +125,7 @@ class Supervisor:
             self._on_state(report)
             if report.state == "failed":
                 raise _failure(report, before) from report.error
-            if report.state == state:
+            if report.state == state or (state == "done" and report.state == "stopped"):  # by who ended the stream
                 reached[report.role.name] = report
         return reached
 

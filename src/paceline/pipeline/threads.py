@@ -4,6 +4,7 @@ One dispenser hands micro-batches to whichever replica is free; the channel puts
 drafter sees the same stream with one replica as with five.
 """
 
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -12,6 +13,8 @@ from threading import BrokenBarrierError
 
 import torch
 
+from paceline.checkpoint.saver import Saver
+from paceline.checkpoint.store import Saved
 from paceline.config import PipelineSettings, RunSettings
 from paceline.data.prefetch import Prefetch
 from paceline.drafter.ends import FrozenEnds
@@ -27,6 +30,7 @@ from paceline.target.load import TargetFacts
 from paceline.target.replica import TargetReplica
 from paceline.train.rank import DrafterRank
 from paceline.train.ranks import Meeting
+from paceline.train.step import DrafterStep
 
 
 class Dispenser:
@@ -71,10 +75,16 @@ def train_in_threads(
     on_step: Callable[[StepReport], None],
     on_state: Callable[[RoleState], None],
     on_recompile: Callable[[str], None],
+    start: Saved | None,
+    saver: Saver,
+    stopping: Callable[[], bool],
+    on_ready: Callable[[], None],
 ) -> tuple[Drafter, int]:
     """Train a drafter with one thread a role; return it and how often a step would have been compiled again.
 
     `on_recompile` gets the guard that failed whenever a step does not fit what was compiled and runs uncompiled.
+    Training goes on from `start`, where `batches` have to begin. Once `stopping` says so, it ends with the step that is
+    under way, saved. `on_ready` is called when all roles are.
 
     Raises:
         RunError: a role failed; it is named with its device and cause, and no role is left running for long.
@@ -103,6 +113,22 @@ def train_in_threads(
     ]
     dealer = Dealer(channel, len(pipeline.drafters))
     meeting = Meeting(len(pipeline.drafters))
+
+    def between_steps(step: DrafterStep, steps: int, last: bool) -> None:
+        saver.between_steps(steps, step.state(), last=last)
+        if last:  # the other ranks have met and ask for nothing more; replicas may wait for room or for data
+            source.stop()
+            channel.stop()
+            ahead.close()
+
+    def on_warm(step: DrafterStep) -> None:
+        if start is not None:
+            step.restore(start.tensors())
+
+    def on_warm_first(step: DrafterStep) -> None:
+        on_warm(step)
+        saver.prepare(step.state())
+
     ranks = [
         DrafterRank(
             rank,
@@ -119,6 +145,9 @@ def train_in_threads(
             policy=policy,
             gate=gate,
             alarm=on_recompile,
+            on_warm=on_warm if rank else on_warm_first,
+            stopping=stopping,
+            between_steps=between_steps,
         )
         for rank, device in enumerate(pipeline.drafters)
     ]
@@ -126,10 +155,17 @@ def train_in_threads(
     def release() -> None:
         source.stop()
         channel.stop()
+        saver.release()
         meeting.end()
         ahead.close()  # last, because it waits for the item that is being built
 
     settled = ExitStack()
+
+    def all_ready() -> None:
+        settled.enter_context(forbid_recompiles())
+        saver.begin()
+        on_ready()
+
     supervisor = Supervisor(
         [*targets, *ranks],
         threads=[pipeline.target_threads] * len(targets) + [pipeline.drafter_threads] * len(ranks),
@@ -137,7 +173,7 @@ def train_in_threads(
         ended=(Closed, BrokenBarrierError),
         on_state=on_state,
         gate=gate,
-        on_ready=lambda: settled.enter_context(forbid_recompiles()),
+        on_ready=all_ready,
     )
     if policy != "eager":
         warm_compiler(pipeline.drafters[0])
@@ -152,9 +188,10 @@ def train_in_threads(
 
 def make_cache(pipeline: PipelineSettings, run: Path) -> FeatureCache:
     """Return the feature cache that the settings ask for."""
-    limit = int(pipeline.feature_cache_gib * 2**30)
+    limit, folder = int(pipeline.feature_cache_gib * 2**30), run / "feature_cache"
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
     if pipeline.feature_cache == "memory":
         return MemoryCache(limit)
     if pipeline.feature_cache == "disk":
-        return DiskCache(run / "feature_cache", limit)
+        return DiskCache(folder, limit)
     return NoCache()

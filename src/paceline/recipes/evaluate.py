@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint import load_meta, load_weights
+from paceline.checkpoint.drafter import load_meta, load_weights
 from paceline.data.prompt_file import Messages, as_prompts, encode_prompts
 from paceline.decode.evaluate import Evaluation, acceptance, decode_all, first_difference, measure_speedup
 from paceline.decode.generate import generate

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint import load_meta, load_weights
+from paceline.checkpoint.drafter import load_meta, load_weights
 from paceline.drafter.model import Drafter
 from paceline.formats.zlab import export_zlab, is_empty_or_export
 from paceline.records import UserError

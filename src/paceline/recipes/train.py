@@ -1,50 +1,67 @@
 """`paceline train`: RUN.yaml in, a trained drafter out; wires dataset, target replicas and drafter in threads."""
 
-import time
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from paceline import checkpoint
+from paceline.checkpoint import store
+from paceline.checkpoint.drafter import DrafterMeta, save_drafter, save_provenance
+from paceline.checkpoint.folder import claimed, write_whole
+from paceline.checkpoint.saver import Saver
+from paceline.checkpoint.store import Saved
 from paceline.config import RunSettings, dump_settings
 from paceline.data import loader
 from paceline.data.mixture import Mixture, first_table, open_mixture
 from paceline.data.plan import BucketTable
 from paceline.data.verify import BackgroundCheck, watched
-from paceline.observe.console import Console, Tick
+from paceline.observe.console import Console
 from paceline.observe.events import EventLog
-from paceline.pipeline.supervisor import RoleState
 from paceline.pipeline.threads import train_in_threads
 from paceline.recipes.plan import print_buckets
 from paceline.recipes.train_checks import check_inputs, check_run_folder, choose_policy
-from paceline.records import StepReport, TokenBatch
+from paceline.recipes.train_resume import check_room, find_start, fixed_facts
+from paceline.recipes.train_stop import StopRequest
+from paceline.recipes.train_tell import Teller, Totals
+from paceline.records import Interrupted, TokenBatch
 from paceline.runtime.compiling import Policy
 from paceline.target.load import TargetFacts, describe, load_ends
 
 
-def train(settings: RunSettings, *, console: Console) -> dict[str, Any]:
-    """Train the drafter that `settings` describe into its run folder and return a summary."""
+def train(
+    settings: RunSettings, *, console: Console, resume: bool = False, resume_previous: bool = False
+) -> dict[str, Any]:
+    """Train the drafter that `settings` describe into its run folder and return a summary.
+
+    `resume` goes on from the run's newest checkpoint, and `resume_previous` from one before it if that is damaged.
+
+    Raises:
+        Interrupted: a signal ended the run early.
+    """
     # 1. Everything that can be refused before a model is loaded.
-    run = Path(settings.run_dir)
-    check_run_folder(run, settings.data.folders)
+    run, resume = Path(settings.run_dir), resume or resume_previous
+    check_run_folder(run, settings.data.folders, resume=resume)
     facts = describe(settings.target.model, settings.target.revision)
     mixture = open_mixture(settings.data)
     check_inputs(settings, facts, mixture, console)
     buckets = first_table(mixture, settings.data, seed=settings.train.seed)
     total_steps = loader.count_steps(mixture, settings.data, settings.train)
-    B = settings.drafter.block_size
-    pin = any(torch.device(name).type == "cuda" for name in (*settings.pipeline.targets, *settings.pipeline.drafters))
-    batches = loader.micro_batches(mixture, settings.data, settings.train, B, pin=pin)
-    largest = loader.largest_micro_batch(mixture, settings.data, settings.train, B)
+    largest = loader.largest_micro_batch(mixture, settings.data, settings.train, settings.drafter.block_size)
     print_buckets(buckets, console)
     policy = choose_policy(settings, console)
 
-    # 2. The run folder says what made it, and is ours alone. Checksums are compared while the run is under way.
-    with checkpoint.claimed(run), closing(BackgroundCheck(mixture.datasets)) as check:
-        return _run(settings, facts, mixture, buckets, batches, check, largest, total_steps, policy, console)
+    # 2. The run folder is ours alone. Checksums are compared while the run is under way.
+    with claimed(run, tell=console.line), closing(BackgroundCheck(mixture.datasets)) as check:
+        check_run_folder(run, settings.data.folders, resume=resume)  # again: its last owner may have left more since
+        store.sweep(run)
+        fixed = fixed_facts(settings, facts, mixture, total_steps)
+        start = find_start(run, fixed, previous=resume_previous, console=console) if resume else None
+        check_room(run, settings, facts)
+        if start is None:
+            _say_what_made_it(run, facts, mixture)
+        write_whole(run / "settings.yaml", dump_settings(settings))
+        return _run(settings, facts, mixture, buckets, check, largest, fixed, start, policy, console)
 
 
 def _run(
@@ -52,103 +69,88 @@ def _run(
     facts: TargetFacts,
     mixture: Mixture,
     buckets: BucketTable,
-    batches: Iterator[TokenBatch],
     check: BackgroundCheck,
     largest: TokenBatch,
-    total_steps: int,
+    fixed: dict[str, Any],
+    start: Saved | None,
     policy: Policy,
     console: Console,
 ) -> dict[str, Any]:
-    run = Path(settings.run_dir)
-    (run / "settings.yaml").write_text(dump_settings(settings))
-    target = {"name": facts.name, "folder": str(facts.folder), "revision": facts.revision}
-    made = [{"folder": str(dataset.folder), "rows": dataset.fingerprint} for dataset in mixture.datasets]
-    checkpoint.save_provenance(run, target=target, dataset=made[0] if len(made) == 1 else made)
-
+    run, total_steps = Path(settings.run_dir), fixed["total_steps"]
+    first_step = start.steps if start else 0
+    pin = any(torch.device(name).type == "cuda" for name in (*settings.pipeline.targets, *settings.pipeline.drafters))
+    batches = loader.micro_batches(
+        mixture, settings.data, settings.train, settings.drafter.block_size, first_step=first_step, pin=pin
+    )
     # 3. Roles start, agree, work.
-    totals = _Totals()
-    began = time.monotonic()
     with EventLog(run) as events, console.progress("train", total_steps) as tick:
-        events.write("started", settings=settings.model_dump(mode="json"))
-        events.write("plan", **buckets.as_dict(), steps=total_steps)
+        totals = Totals(**start.state["totals"]) if start else Totals()
+        teller = Teller(settings, total_steps, totals, events=events, console=console, tick=tick)
+        _tell_begin(events, settings, buckets, total_steps, start)
 
-        def on_state(report: RoleState) -> None:
-            events.write("role", role=report.role.name, device=report.role.device, state=report.state, s=report.seconds)
-            if report.state in ("loading", "compiling", "ready"):
-                console.line(f"  {report.role.name} on {report.role.device}: {report.state} ({report.seconds:.1f} s)")
-
-        def on_step(report: StepReport) -> None:
-            totals.add(report)
-            _tell(report, settings, total_steps, events, tick)
-
-        def on_whole(shards: int) -> None:
-            events.write("checksums", shards=shards)
-
-        def on_recompile(guard: str) -> None:
-            events.write("recompile", guard=guard)
-            console.line(f"  a step did not fit what was compiled and ran without: {guard[:200]}")
-
+        stop = StopRequest(
+            settings.checkpoint.grace_s, stopped=teller.stopped, on_asked=teller.on_asked, on_late=teller.on_late
+        )
+        saver = Saver(
+            run,
+            settings.checkpoint,
+            describe=lambda: {**fixed, "totals": teller.state()},
+            tell=teller.on_save,
+            stopping=stop,
+        )
         cut_short = total_steps == settings.train.max_steps
         try:
-            drafter, recompiles = train_in_threads(
-                settings,
-                facts,
-                batches=watched(batches, check, cut_short=cut_short, on_whole=on_whole),
-                largest=largest,
-                total_steps=total_steps,
-                load_ends=lambda: load_ends(facts),
-                policy=policy,
-                on_step=on_step,
-                on_state=on_state,
-                on_recompile=on_recompile,
-            )
+            with stop.on_signals():
+                with saver:
+                    drafter, recompiles = train_in_threads(
+                        settings,
+                        facts,
+                        batches=watched(batches, check, cut_short=cut_short, on_whole=teller.on_whole),
+                        largest=largest,
+                        total_steps=total_steps,
+                        load_ends=lambda: load_ends(facts),
+                        policy=policy,
+                        on_step=teller.on_step,
+                        on_state=teller.on_state,
+                        on_recompile=teller.on_recompile,
+                        start=start,
+                        saver=saver,
+                        stopping=stop,
+                        on_ready=stop.begin,
+                    )
+                if totals.steps < total_steps:
+                    raise Interrupted(teller.stopped())
+                # 4. What was learnt goes to disk.
+                folder = save_drafter(run, drafter.state_dict(), _meta(settings, facts, totals.steps))
         except BaseException as error:
-            kind = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+            kind = "interrupted" if isinstance(error, KeyboardInterrupt | Interrupted) else "failed"
             events.write(kind, message=str(error) or type(error).__name__)
             raise
-        # 4. What was learnt goes to disk.
-        folder = checkpoint.save_drafter(run, drafter.state_dict(), _meta(settings, facts, totals.steps))
-        summary = {
-            "run": str(run),
-            "drafter": str(folder),
-            "train_steps": totals.steps,
-            "loss": totals.last_loss,
-            "real_anchor_share": totals.blocks / max(totals.anchor_slots, 1),
-            "padding_share": 1 - totals.tokens / max(totals.padded_tokens, 1),
-            "policy": policy,
-            "recompiles": recompiles,
-            "train_s": round(time.monotonic() - began, 1),
-        }
+        summary = {"run": str(run), "drafter": str(folder), **teller.summary()}
+        summary |= {"policy": policy, "recompiles": recompiles, "train_s": teller.seconds()}
         events.write("trained", **summary)
     return summary
 
 
-class _Totals:
-    """Sums over the run for its summary."""
-
-    def __init__(self) -> None:
-        self.steps = self.blocks = self.anchor_slots = self.tokens = self.padded_tokens = 0
-        self.last_loss = float("nan")
-
-    def add(self, report: StepReport) -> None:
-        self.steps += 1
-        self.blocks += report.blocks
-        self.anchor_slots += report.anchor_slots
-        self.tokens += report.tokens
-        self.padded_tokens += report.padded_tokens
-        self.last_loss = report.loss
+def _say_what_made_it(run: Path, facts: TargetFacts, mixture: Mixture) -> None:
+    target = {"name": facts.name, "folder": str(facts.folder), "revision": facts.revision}
+    made = [{"folder": str(dataset.folder), "rows": dataset.fingerprint} for dataset in mixture.datasets]
+    save_provenance(run, target=target, dataset=made[0] if len(made) == 1 else made)
 
 
-def _tell(report: StepReport, settings: RunSettings, total_steps: int, events: EventLog, tick: Tick) -> None:
-    tick(report.step + 1, note=f"loss {report.loss:.3f} accept {report.acceptance:.2f} lr {report.lr:.1e}")
-    last = report.step + 1 == total_steps
-    if report.step % settings.train.log_every == 0 or last:
-        values = {name: getattr(report, name) for name in report.__slots__}
-        events.write("step", **values, loss=report.loss, acceptance=report.acceptance, total_steps=total_steps)
+def _tell_begin(
+    events: EventLog, settings: RunSettings, buckets: BucketTable, total_steps: int, start: Saved | None
+) -> None:
+    tree = settings.model_dump(mode="json")
+    if start is not None:
+        events.write("resumed", steps=start.steps, checkpoint=str(start.folder), settings=tree)
+        return
+    events.write("started", settings=tree)
+    events.write("plan", **buckets.as_dict(), steps=total_steps)
 
 
-def _meta(settings: RunSettings, facts: TargetFacts, steps: int) -> checkpoint.DrafterMeta:
-    return checkpoint.DrafterMeta(
+def _meta(settings: RunSettings, facts: TargetFacts, steps: int) -> DrafterMeta:
+    return DrafterMeta(
         settings=settings.drafter,
         target=str(facts.folder),
         target_revision=facts.revision,

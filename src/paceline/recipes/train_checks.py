@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from paceline.checkpoint.store import resume_command, saved_steps
 from paceline.config import RunSettings
 from paceline.data.manifest import check_fits, tokenizer_fingerprint
 from paceline.data.mixture import Mixture
@@ -21,16 +22,26 @@ from paceline.target.model import check_taps
 LONG_SCAN = 10**8  # tokens: reading them takes so long that a person is told
 
 
-def check_run_folder(run: Path, datasets: Sequence[str]) -> None:
-    """Refuse a run folder that is taken.
+def check_run_folder(run: Path, datasets: Sequence[str], *, resume: bool) -> None:
+    """Refuse a run folder that is taken, or one without a run to resume.
 
     Raises:
-        UserError: it is a file, holds a trained drafter, or lies in a dataset, which `prepare` may replace.
+        UserError: it is a file, holds a trained drafter or checkpoints that are not asked for, holds no run that is
+            asked for, or lies in a dataset, which `prepare` may replace.
     """
     if run.exists() and not run.is_dir():
         raise UserError(f"run_dir must be a folder, but {run} is a file. Choose another run_dir.")
+    if resume and (run / "drafter").exists():
+        raise UserError(f"The run in {run} (run_dir) is finished: there is nothing to resume. Use its drafter.")
+    if resume and not (run / "settings.yaml").is_file():
+        raise UserError(f"There is no run in {run} (run_dir) to resume. Leave --resume out, or correct run_dir.")
     if (run / "drafter").exists():
         raise UserError(f"Run folder {run} (run_dir) already holds a trained drafter. Choose another run_dir.")
+    if not resume and (steps := saved_steps(run)):
+        raise UserError(
+            f"Run folder {run} (run_dir) holds a run that ended early, with a checkpoint after step {steps[-1]:,}. Go "
+            f"on with `{resume_command(run)}`, or choose another run_dir."
+        )
     for dataset in datasets:
         if run.resolve().is_relative_to(Path(dataset).resolve()):
             raise UserError(

@@ -23,13 +23,15 @@ def train_loop(
     *,
     total_steps: int,
     on_step: Callable[[StepReport], None],
-    meet: Callable[[DrafterStep], None] = lambda step: None,
+    meet: Callable[[int], bool] = lambda steps: False,
+    between_steps: Callable[[int, bool], None] = lambda steps, last: None,
     work: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
     """Train on feature batches in their order and hand every optimizer step's sums to `on_step`.
 
-    `meet` sums what the ranks have at the end of a step. `work` is held around each unit of work (see Gate), never
-    while this rank waits for a batch or for other ranks.
+    `meet` gets how many steps are done with the one that ends, sums what the ranks have, and says whether all of them
+    stop after it. `between_steps` gets both once that step is applied. `work` is held around each unit of work (see
+    Gate), never while this rank waits for a batch or for other ranks.
 
     Raises:
         RunError: the loss or the gradient norm of a step is not finite.
@@ -42,7 +44,7 @@ def train_loop(
                 step.micro()
         if closing is None:
             continue
-        meet(step)
+        last = meet(closing.step + 1)
         lr = learning_rate(closing.step, total_steps, step.settings)
         with work():
             step.update(lr)
@@ -54,3 +56,6 @@ def train_loop(
                 f"was not applied; its last micro-batch held rows {list(closing.samples)}. Lower train.lr."
             )
         on_step(report)
+        between_steps(closing.step + 1, last)
+        if last:
+            return

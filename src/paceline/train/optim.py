@@ -5,7 +5,7 @@ written out; torch's foreach ones ask `is_compiling()`, which is true in every t
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from jaxtyping import Float
@@ -66,6 +66,14 @@ class Optimizer:
         self.adamw.found_inf = self.skip  # type: ignore[attr-defined]
         self.adamw.grad_scale = self.divisor  # type: ignore[attr-defined]
 
+    def state(self, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
+        """Return what a step leaves for the next, as `kind.weight`: live tensors, all there once `step` was called."""
+        kept = {f"{kind}.{names[p]}": tensor for p, kinds in self.adamw.state.items() for kind, tensor in kinds.items()}
+        if self.muon is not None:
+            pairs = zip(self.muon.matrices, self.muon.buffers, strict=True)
+            kept |= {f"momentum.{names[matrix]}": buffer for matrix, buffer in pairs}
+        return kept
+
     def step(self) -> None:
         """Apply the gradients at rate `lr`, unless `skip` is 1."""
         self.adamw.step()
@@ -83,7 +91,7 @@ class Muon:
     def __init__(self, matrices: Sequence[nn.Parameter], *, momentum: float, weight_decay: float) -> None:
         self.momentum, self.weight_decay = momentum, weight_decay
         self.buffers = [torch.zeros_like(matrix) for matrix in matrices]
-        self._matrices = list(matrices)
+        self.matrices = list(matrices)
         by_shape: dict[torch.Size, list[int]] = {}
         for index, matrix in enumerate(matrices):
             by_shape.setdefault(matrix.shape, []).append(index)
@@ -94,18 +102,18 @@ class Muon:
         """Apply the gradients over `divisor` at rate `lr`, unless `skip` is 1."""
         apply = skip == 0
         for indices in self._alike:
-            rows, columns = self._matrices[indices[0]].shape
+            rows, columns = self.matrices[indices[0]].shape
             scale = lr * (0.2 * math.sqrt(max(rows, columns)))
             updates = []
             for index in indices:
-                summed, buffer = self._matrices[index].grad, self.buffers[index]
+                summed, buffer = self.matrices[index].grad, self.buffers[index]
                 assert summed is not None
                 grad = summed / divisor
                 moved = torch.lerp(buffer, grad, 1 - self.momentum)
                 updates.append(torch.lerp(grad, moved, self.momentum))
                 buffer.copy_(torch.where(apply, moved, buffer))
             for index, update in zip(indices, orthogonal(torch.stack(updates)), strict=True):
-                matrix = self._matrices[index]
+                matrix = self.matrices[index]
                 new = matrix * (1 - lr * self.weight_decay) - update * scale
                 matrix.copy_(torch.where(apply, new, matrix))
 

@@ -40,13 +40,20 @@ class DrafterRank:
         policy: Policy,
         gate: Gate,
         alarm: Callable[[str], None],
+        on_warm: Callable[[DrafterStep], None] = lambda step: None,
+        stopping: Callable[[], bool] = lambda: False,
+        between_steps: Callable[[DrafterStep, int, bool], None] = lambda step, steps, last: None,
     ) -> None:
+        """`on_warm` may put a saved state in place. Rank 0 asks `stopping` for all ranks, and between two of its steps
+        calls `between_steps` with how many are done and whether all ranks stop here.
+        """
         self.name, self.device, self.doing = f"drafter rank {rank}", device, ""
         self._rank, self._meeting = rank, meeting
         self._drafter, self._train, self._hidden_size = drafter, train, hidden_size
         self._target_revision, self._load_ends = target_revision, load_ends
         self._source, self._total_steps, self._on_step = source, total_steps, on_step
         self._policy, self._gate, self._alarm = policy, gate, alarm
+        self._on_warm, self._stopping, self._between_steps = on_warm, stopping, between_steps
 
     def load(self) -> None:
         """Draw the initial weights and load the target's embedding and head.
@@ -78,6 +85,7 @@ class DrafterRank:
         with self._explaining_memory(lambda error: (room + held, total)):
             self._step.warm()
         self.doing = ""
+        self._on_warm(self._step)  # captured graphs hold the tensors, so a state goes into them, and only now
         features_CD = self._step.buffers.features_CD
         return {
             "target revision": self._target_revision,
@@ -88,17 +96,29 @@ class DrafterRank:
         }
 
     def run(self) -> None:
-        """Train until the stream ends."""
+        """Train until the stream ends or all ranks stop."""
+        first = self._rank == 0
         train_loop(
             self._step,
             self._watched(),
             total_steps=self._total_steps,
-            on_step=self._on_step if self._rank == 0 else lambda report: None,
-            meet=lambda step: self._meeting.reduce(self._rank, step.shared()),
+            on_step=self._on_step if first else lambda report: None,
+            meet=self._meet,
+            between_steps=self._told_between if first else lambda steps, last: None,
             work=self._gate.work,
         )
         if torch.device(self.device).type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def _meet(self, steps: int) -> bool:
+        last = self._stopping() and steps < self._total_steps  # the run's own end is no stop
+        return self._meeting.reduce(self._rank, self._step.shared(), last=last)
+
+    def _told_between(self, steps: int, last: bool) -> None:
+        if steps < self._total_steps:
+            self.doing = f"saving after step {steps}"
+            self._between_steps(self._step, steps, last)
+            self.doing = ""
 
     @property
     def recompiles(self) -> int:

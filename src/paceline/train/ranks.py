@@ -17,9 +17,12 @@ class Meeting:
     def __init__(self, ranks: int) -> None:
         self._given: list[Sequence[Tensor]] = [()] * ranks
         self._barrier = threading.Barrier(ranks)
+        self._last = False
 
-    def reduce(self, rank: int, buffers: Sequence[Tensor]) -> None:
+    def reduce(self, rank: int, buffers: Sequence[Tensor], *, last: bool = False) -> bool:
         """Replace each buffer by its sum over the ranks; waits for all of them.
+
+        Returns what rank 0 gave as `last`, whether this is the last step: all ranks learn it in the same one.
 
         On CUDA devices of their own, ranks sum with NCCL; elsewhere rank 0 sums in the order of ranks, so the result
         does not depend on who comes first.
@@ -28,10 +31,14 @@ class Meeting:
             BrokenBarrierError: the meeting was ended because another role failed.
         """
         self._given[rank] = buffers
+        if rank == 0:
+            self._last = last
         self._barrier.wait()
+        agreed = self._last  # before the second barrier, behind which rank 0 may be at the next step's
         if rank == 0:
             _sum(self._given)
         self._barrier.wait()
+        return agreed
 
     def end(self) -> None:
         """Wake who waits, and let nobody meet any more."""

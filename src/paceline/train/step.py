@@ -12,7 +12,7 @@ Shapes: C context slots, A anchors, B block slots, D = m * H feature width, Q = 
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +25,7 @@ from paceline.drafter.attention import Dense, Visibility, fits_tiles, sparse
 from paceline.drafter.ends import FrozenEnds
 from paceline.drafter.loss import HeadLoss, frozen_head_loss, head_loss
 from paceline.drafter.model import Drafter
-from paceline.records import FeatureBatch, StepReport, TokenBatch
+from paceline.records import FeatureBatch, RunError, StepReport, TokenBatch
 from paceline.runtime.capture import Captured, new_pool
 from paceline.runtime.compiling import OneShape, Policy
 from paceline.train.optim import Optimizer
@@ -190,6 +190,35 @@ class DrafterStep:
             grad_norm=norm,
         )
 
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """Return what outlives a step, by the file that keeps it: live tensors, all there once the step is warm."""
+        weights = dict(self.drafter.named_parameters())
+        names: dict[Tensor, str] = {parameter: name for name, parameter in weights.items()}
+        return {"drafter": dict[str, Tensor](weights), "optimizer": self.optimizer.state(names)}
+
+    @torch.no_grad()
+    def restore(self, saved: Iterable[tuple[str, str, Tensor]]) -> None:
+        """Take over a state as (file, name, tensor): into the tensors that are there, which captured graphs hold.
+
+        Raises:
+            RunError: the state is not that of this drafter and optimizer.
+        """
+        left = {(file, name): tensor for file, group in self.state().items() for name, tensor in group.items()}
+        for file, name, tensor in saved:
+            own = left.pop((file, name), None)
+            if own is None or own.shape != tensor.shape:
+                raise RunError(f"A checkpoint must hold this drafter's state, but its {file} has {name} of another.")
+            own.copy_(tensor)
+        if left:
+            raise RunError(f"A checkpoint must hold this drafter's state, but it lacks {next(iter(left))}.")
+        self._refresh()
+
+    def _refresh(self) -> None:
+        """Bring the working copy up to date with the weights."""
+        if self._working is not self.drafter:
+            with torch.no_grad():
+                torch._foreach_copy_(list[Tensor](self._leaves), list[Tensor](self.drafter.parameters()))
+
     def _run_micro(self) -> None:
         own = self.buffers
         weights_AB = own.valid_AB * self.weights_B
@@ -218,9 +247,7 @@ class DrafterStep:
         self.optimizer.divisor.copy_(weight * ((norm + 1e-6) / self.settings.clip).clamp_min(1.0))
         self.optimizer.skip.copy_(1 - self.apply * torch.isfinite(norm))
         self.optimizer.step()
-        if self._working is not self.drafter:
-            with torch.no_grad():
-                torch._foreach_copy_(list[Tensor](self._leaves), list[Tensor](self.drafter.parameters()))
+        self._refresh()
 
     def _visibility(self) -> Visibility:
         own, B = self.buffers, len(self.weights_B)

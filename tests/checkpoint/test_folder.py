@@ -2,13 +2,15 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from paceline.checkpoint import claimed, load_meta, load_weights, whole_folder
+from paceline.checkpoint.drafter import load_meta, load_weights
+from paceline.checkpoint.folder import claimed, whole_folder
 from paceline.records import UserError
 
 
@@ -64,6 +66,43 @@ def test_a_run_folder_has_one_owner_at_a_time(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written to"), claimed(tmp_path / "file" / "run"):
         pass
+
+
+def test_another_process_is_named(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    hold = (
+        "import sys, pathlib; from paceline.checkpoint.folder import claimed\n"
+        "with claimed(pathlib.Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", hold, str(run)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        sentence = rf"into {run} \(run_dir\): process {process.pid} on {socket.gethostname()}\. Choose another"
+        with pytest.raises(UserError, match=sentence), claimed(run):
+            pass
+    finally:
+        process.kill()
+        process.communicate()
+    told: list[str] = []
+    with claimed(run, tell=told.append):
+        assert (run / ".lock").read_text() == f"{os.getpid()} {socket.gethostname()}"
+    assert told == [
+        f"  process {process.pid} did not end by itself, so it left its lock on {run}; the lock is taken over"
+    ]
+    with claimed(run, tell=told.append):
+        pass
+    assert len(told) == 1, "who ends by itself leaves no lock"
+
+
+def test_a_lock_of_another_machine_is_explained(tmp_path: Path) -> None:
+    (tmp_path / ".lock").write_text("77 node-b")
+    sentence = rf"belongs to process 77 on node-b, which did not let go of it: .* remove {tmp_path}/\.lock; else"
+    for _ in range(2):
+        with pytest.raises(UserError, match=sentence), claimed(tmp_path):
+            pass
 
 
 def test_a_damaged_run_folder_is_one_sentence(tmp_path: Path) -> None:

@@ -1,0 +1,162 @@
+"""Saves a run's state off the training thread, which only copies it into host memory between two steps."""
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from paceline.checkpoint import store
+from paceline.checkpoint.folder import free_bytes
+from paceline.checkpoint.host import HostCopy
+from paceline.config import CheckpointSettings
+from paceline.records import RunError
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_LOOK_S = 1.0  # between two looks at a full disk
+_SPARE = 1 << 20  # bytes that have to be free beside a checkpoint's own, for its folder and the events
+
+
+class Saver:
+    """Decides when to save, saves in a thread, and stops or holds the run while the disk is full.
+
+    `tell` gets the event's name and values: `checkpoint`, `checkpoint_failed`, `checkpoint_skipped`, `disk_full`.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        settings: CheckpointSettings,
+        *,
+        describe: Callable[[], dict[str, Any]],
+        tell: Callable[..., None],
+        stopping: Callable[[], bool],
+    ) -> None:
+        """`describe` returns what state.json holds."""
+        self._run, self._settings = run, settings
+        self._describe, self._tell, self._stopping = describe, tell, stopping
+        self._copies: dict[str, HostCopy] = {}
+        self._thread: threading.Thread | None = None
+        self._last = time.monotonic()
+        self._full: str | None = None  # why nothing can be written
+        self._ended = threading.Event()
+
+    def prepare(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Allocate host memory for a copy. What is saved later has the same names and shapes."""
+        self._copies = {file: HostCopy(group) for file, group in tensors.items()}
+
+    def begin(self) -> None:
+        """Count the time to the first save from now."""
+        self._last = time.monotonic()
+
+    def between_steps(self, steps: int, tensors: Mapping[str, Mapping[str, Tensor]], *, last: bool) -> None:
+        """Save if it is time, or, if the run stops here, in any case; `steps` are done.
+
+        Waits for the copy into host memory, for a disk that is full (on_full_disk: wait), and with `last` until the
+        state is on the disk or saving has failed.
+
+        Raises:
+            RunError: the disk is full (on_full_disk: stop).
+        """
+        self._hold()
+        if last:
+            self._wait()
+            if not self._busy():  # it is if we were released: what is being written must not change
+                self._start(steps, tensors)
+                self._wait()
+        elif self._due(steps):
+            if self._busy():
+                self._last = time.monotonic()
+                self._tell("checkpoint_skipped", steps=steps)
+            else:
+                self._start(steps, tensors)
+
+    def release(self) -> None:
+        """Let the training thread wait no more, because the run ends."""
+        self._ended.set()
+
+    def __enter__(self) -> "Saver":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        """Wait for a save that is under way, unless all is to end at once; but no more for a full disk."""
+        self._ended.set()
+        if kind is not None and not issubclass(kind, Exception):
+            self._tell = lambda *_, **__: None  # nobody listens any more
+        elif self._thread is not None:
+            self._thread.join()
+
+    def _wait(self) -> None:
+        while self._busy() and not self._ended.wait(0.02):
+            pass
+
+    def _due(self, steps: int) -> bool:
+        if self._settings.every_steps is not None:
+            return steps % self._settings.every_steps == 0
+        return time.monotonic() - self._last >= 60 * self._settings.every_minutes
+
+    def _busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def _hold(self) -> None:
+        while self._full is not None and not self._stopping() and not self._ended.wait(0.1):
+            if self._settings.on_full_disk == "stop":
+                raise RunError(
+                    f"{self._full} What was saved before is as it was: make room and go on with "
+                    f"`{store.resume_command(self._run)}`."
+                )
+
+    def _start(self, steps: int, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+        self._last = time.monotonic()
+        for file, copy in self._copies.items():
+            copy.take(tensors[file])
+        self._thread = threading.Thread(
+            target=self._save, args=(steps, self._describe()), name="checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    def _save(self, steps: int, state: dict[str, Any]) -> None:
+        began = time.monotonic()
+        try:
+            while not self._written(steps, state):
+                time.sleep(_LOOK_S)
+            nbytes = sum(copy.nbytes for copy in self._copies.values())
+            copy_s = sum(copy.copy_s for copy in self._copies.values())
+            write_s = time.monotonic() - began
+            self._tell("checkpoint", steps=steps, bytes=nbytes, copy_s=round(copy_s, 3), write_s=round(write_s, 3))
+            with suppress(OSError):  # what cannot be removed is one too many, and no loss
+                store.prune(self._run, steps, self._settings.keep)
+        except Exception as error:  # the run goes on: its last checkpoint is as it was
+            if self._settings.on_full_disk == "wait":  # nobody looks for room any more
+                self._full = None
+            message = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            self._tell("checkpoint_failed", steps=steps, message=message)
+
+    def _written(self, steps: int, state: dict[str, Any]) -> bool:
+        """Write a checkpoint; False if there is no room and waiting for it is what is wanted."""
+        try:
+            self._check_room()
+            store.write(self._run, steps, self._copies, state)
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            told = self._full is not None
+            self._full = f"The disk of {self._run} (run_dir) has no room for a checkpoint: {error.strerror}."
+            if self._settings.on_full_disk == "stop" or self._stopping() or self._ended.is_set():
+                raise
+            if not told:
+                self._tell("disk_full", steps=steps, message=self._full)
+            return False
+        self._full = None
+        return True
+
+    def _check_room(self) -> None:
+        needed = sum(copy.nbytes for copy in self._copies.values()) + _SPARE
+        free = free_bytes(self._run)
+        if free < needed:
+            raise OSError(errno.ENOSPC, f"it needs {needed:,} bytes and {free:,} are free", os.fspath(self._run))

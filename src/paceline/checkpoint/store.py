@@ -1,0 +1,197 @@
+"""The checkpoints of a run: what they are on disk, which is the newest whole one, and which ones stay.
+
+    RUN/checkpoints/latest              name of the newest, replaced in one rename
+    RUN/checkpoints/step-00001200/      the state after 1,200 optimizer steps
+        drafter.safetensors             weights, float32
+        optimizer.safetensors           moments and counts, float32
+        state.json                      settings, position, sums, versions, what was read
+        manifest.json                   size and sha256 of the files above
+
+The position is the number of steps alone: order and anchors are functions of the settings' seed, and no generator has a
+state that outlives a step. Nothing is pickled.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
+
+from paceline.checkpoint.folder import sync, whole_folder, write_whole
+from paceline.checkpoint.host import HostCopy
+from paceline.records import UserError
+
+FORMAT = 1
+_NAME = re.compile(r"step-(\d{8,})")
+_STATE = "state.json"
+
+
+class Damaged(Exception):
+    """What is wrong with a checkpoint, as the begin of a sentence for a person."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A whole checkpoint: its files have the sizes and checksums that its manifest says."""
+
+    folder: Path
+    steps: int  # that are done
+    state: dict[str, Any]
+
+    def tensors(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield file, name and tensor, one at a time: a rank needs no second copy of all in host memory."""
+        for path in sorted(self.folder.glob("*.safetensors")):
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 - not a dict
+                    yield path.stem, name, file.get_tensor(name)
+
+
+def folder_of(run: Path) -> Path:
+    """Return where a run's checkpoints lie."""
+    return run / "checkpoints"
+
+
+def resume_command(run: Path, option: str = "--resume") -> str:
+    """Return what to type to go on with a run."""
+    return f"paceline train {shlex.quote(str(run))} {option}"
+
+
+def saved_steps(run: Path) -> list[int]:
+    """Return after how many steps there are checkpoints, whole or damaged, in ascending order."""
+    folder = folder_of(run)
+    names = map(_NAME.fullmatch, os.listdir(folder)) if folder.is_dir() else ()
+    return sorted(int(match[1]) for match in names if match)
+
+
+def write(run: Path, steps: int, tensors: Mapping[str, HostCopy], state: Mapping[str, Any]) -> None:
+    """Write a checkpoint and point `latest` at it; a reader finds the old state or the new one, never a part.
+
+    Raises:
+        OSError: as on a full disk. The checkpoints that were there are as before.
+    """
+    place = folder_of(run) / f"step-{steps:08d}"
+    with whole_folder(place) as aside:
+        text = json.dumps({**state, "format": FORMAT, "steps": steps}, indent=1)
+        write_whole(aside / _STATE, text)
+        files = {_STATE: _entry(len(text.encode()), hashlib.sha256(text.encode()).hexdigest())}
+        for name, copy in tensors.items():
+            file = f"{name}.safetensors"
+            files[file] = _entry(copy.nbytes, copy.write(aside / file))
+        write_whole(aside / "manifest.json", json.dumps({"format": FORMAT, "files": files}, indent=1))
+    sync(place.parent)
+    write_whole(place.parent / "latest", place.name)
+
+
+def _entry(nbytes: int, sha256: str) -> dict[str, Any]:
+    return {"bytes": nbytes, "sha256": sha256}
+
+
+def prune(run: Path, steps: int, keep: int) -> None:
+    """Keep the newest `keep` checkpoints up to the one after `steps` steps, and none behind it.
+
+    Those behind it were passed over, as damaged or by a pointer that a crash left behind.
+    """
+    found = saved_steps(run)
+    stay = [n for n in found if n <= steps][-keep:]
+    for old in set(found) - set(stay):
+        place = folder_of(run) / f"step-{old:08d}"
+        gone = place.with_name(f".{place.name}.gone")  # so that a kill leaves no folder that looks damaged
+        place.rename(gone)
+        shutil.rmtree(gone)
+
+
+def sweep(run: Path) -> None:
+    """Remove what a killed process had not finished. Only the owner of the run may."""
+    folder = folder_of(run)
+    for path in folder.glob(".*"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def newest(run: Path, *, previous: bool, tell: Callable[[str], None]) -> Saved | None:
+    """Return the checkpoint to go on from, or None where none was ever written.
+
+    With `previous`, a damaged one is passed over for the newest whole one before it, and `tell` gets the sentence.
+
+    Raises:
+        UserError: the newest is damaged, or `latest` names none, and `previous` does not permit another; or none is
+            whole.
+    """
+    steps = saved_steps(run)
+    if not steps and not (folder_of(run) / "latest").exists():
+        return None
+    try:
+        pointed = _pointed(run)
+        steps = [n for n in steps if n < pointed]
+        return _open(run, pointed)
+    except Damaged as error:
+        damage = str(error)
+    for older in reversed(steps):
+        try:
+            saved = _open(run, older)
+        except Damaged as error:
+            damage += f" So is another: {error}"
+            continue
+        if not previous:
+            command = resume_command(run, "--resume-previous")
+            raise UserError(f"{damage} The one after step {older:,} is whole: go on from there with `{command}`.")
+        tell(f"  {damage} Going on from the one after step {older:,}.")
+        return saved
+    raise UserError(f"{damage} There is no older one that is whole. Start anew in another run_dir.")
+
+
+def _pointed(run: Path) -> int:
+    path = folder_of(run) / "latest"
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise Damaged(f"{path}, which names the newest checkpoint, cannot be read ({_cause(error)}).") from None
+    match = _NAME.fullmatch(text)
+    if not match:
+        raise Damaged(f"{path} must name the newest checkpoint, got {text[:40]!r}.")
+    return int(match[1])
+
+
+def _open(run: Path, steps: int) -> Saved:
+    place = folder_of(run) / f"step-{steps:08d}"
+    try:
+        manifest = json.loads((place / "manifest.json").read_text())
+        files = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
+        known = manifest["format"]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise Damaged(f"Checkpoint {place} is damaged: manifest.json cannot be read ({_cause(error)}).") from None
+    if known != FORMAT:
+        raise Damaged(f"Checkpoint {place} has format {known}, and this paceline reads {FORMAT}.")
+    for name in sorted({_STATE, "drafter.safetensors", "optimizer.safetensors", *files}):
+        if name not in files:
+            raise Damaged(f"Checkpoint {place} is damaged: manifest.json does not list {name}.")
+        _check(place, name, *files[name])
+    return Saved(place, steps, json.loads((place / _STATE).read_text()))
+
+
+def _check(place: Path, name: str, nbytes: int, sha256: str) -> None:
+    try:
+        with (place / name).open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != nbytes:
+                raise Damaged(
+                    f"Checkpoint {place} is damaged: {name} has {size:,} bytes, its manifest says {nbytes:,}."
+                )
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+    except (OSError, ValueError) as error:
+        raise Damaged(f"Checkpoint {place} is damaged: {name} cannot be read ({_cause(error)}).") from None
+    if found != sha256:
+        raise Damaged(
+            f"Checkpoint {place} is damaged: the sha256 of {name} is {found[:12]}, its manifest says {sha256[:12]}."
+        )
+
+
+def _cause(error: Exception) -> str:
+    return getattr(error, "strerror", None) or type(error).__name__

@@ -1,0 +1,134 @@
+"""What `paceline train` tells while it works: events, console lines, and the sums of its summary."""
+
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.checkpoint.store import resume_command
+from paceline.config import RunSettings
+from paceline.observe.console import Console, Tick
+from paceline.observe.events import EventLog
+from paceline.pipeline.supervisor import RoleState
+from paceline.records import StepReport
+
+_SAVING = {
+    "checkpoint": "saved after step {steps:,} ({mib:,.1f} MiB in {write_s:.1f} s; the step waited {copy_s:.2f} s)",
+    "checkpoint_failed": "saving after step {steps:,} failed, the last checkpoint is as it was: {message}",
+    "checkpoint_skipped": "not saved after step {steps:,}: the save before it is still under way",
+    "disk_full": "{message} The run waits until there is.",
+}
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums over the whole run, kept from one part of it to the next."""
+
+    steps: int = 0
+    blocks: int = 0
+    anchor_slots: int = 0
+    tokens: int = 0
+    padded_tokens: int = 0
+    loss: float = float("nan")  # of the last step
+    seconds: float = 0.0  # of the parts before this one
+
+    def add(self, report: StepReport) -> None:
+        """Add a step."""
+        self.steps += 1
+        self.blocks += report.blocks
+        self.anchor_slots += report.anchor_slots
+        self.tokens += report.tokens
+        self.padded_tokens += report.padded_tokens
+        self.loss = report.loss
+
+
+class Teller:
+    """Passes on what happens in a run. `totals` are those of the parts before this one, if it goes on."""
+
+    def __init__(
+        self,
+        settings: RunSettings,
+        total_steps: int,
+        totals: Totals,
+        *,
+        events: EventLog,
+        console: Console,
+        tick: Tick,
+    ) -> None:
+        self.totals = totals
+        self._saved = totals.steps or None  # steps of the last checkpoint
+        self._settings, self._total_steps = settings, total_steps
+        self._events, self._console, self._tick = events, console, tick
+        self._began = time.monotonic()
+        if totals.steps:
+            tick(totals.steps)
+
+    def on_state(self, report: RoleState) -> None:
+        """A role's state changed."""
+        role, state, s = report.role, report.state, report.seconds
+        self._events.write("role", role=role.name, device=role.device, state=state, s=s)
+        if state in ("loading", "compiling", "ready"):
+            self._console.line(f"  {role.name} on {role.device}: {state} ({s:.1f} s)")
+
+    def on_step(self, report: StepReport) -> None:
+        """An optimizer step is done."""
+        self.totals.add(report)
+        self._tick(report.step + 1, note=f"loss {report.loss:.3f} accept {report.acceptance:.2f} lr {report.lr:.1e}")
+        last = report.step + 1 == self._total_steps
+        if report.step % self._settings.train.log_every == 0 or last:
+            values = {name: getattr(report, name) for name in report.__slots__}
+            more = {"loss": report.loss, "acceptance": report.acceptance, "total_steps": self._total_steps}
+            self._events.write("step", **values, **more)
+
+    def on_whole(self, shards: int) -> None:
+        """Every shard of the data was compared with its checksum."""
+        self._events.write("checksums", shards=shards)
+
+    def on_recompile(self, guard: str) -> None:
+        """A step did not fit what was compiled."""
+        self._events.write("recompile", guard=guard)
+        self._console.line(f"  a step did not fit what was compiled and ran without: {guard[:200]}")
+
+    def on_save(self, event: str, **values: Any) -> None:
+        """A checkpoint was written, or not."""
+        if event == "checkpoint":
+            self._saved = values["steps"]
+        self._events.write(event, **values)
+        self._console.line(f"  {_SAVING[event].format(mib=values.get('bytes', 0) / 2**20, **values)}")
+
+    def on_asked(self) -> None:
+        """A signal asked the run to stop."""
+        self._console.line("  stopping: this step is finished and saved; a second signal stops at once")
+
+    def on_late(self, text: str) -> None:
+        """Stopping took too long."""
+        self._events.write("interrupted", message=text)
+
+    def state(self) -> dict[str, Any]:
+        """Return the sums so far as plain data, for a checkpoint."""
+        return {**asdict(self.totals), "seconds": self.seconds()}
+
+    def seconds(self) -> float:
+        """Return how long the run took so far, in all its parts."""
+        return round(self.totals.seconds + time.monotonic() - self._began, 1)
+
+    def stopped(self) -> str:
+        """Return the sentence for a run that was asked to stop: how far it is, and how to go on."""
+        done, run = self.totals.steps, Path(self._settings.run_dir)
+        if self._saved == done:
+            state = ", saved"
+        elif self._saved is not None:
+            state = f", the last checkpoint is of step {self._saved:,}"
+        else:
+            state = ", without a checkpoint"
+        return f"after step {done:,} of {self._total_steps:,}{state}. Go on with `{resume_command(run)}`."
+
+    def summary(self) -> dict[str, Any]:
+        """Return the run's sums in the summary's words."""
+        totals = self.totals
+        return {
+            "train_steps": totals.steps,
+            "loss": totals.loss,
+            "real_anchor_share": totals.blocks / max(totals.anchor_slots, 1),
+            "padding_share": 1 - totals.tokens / max(totals.padded_tokens, 1),
+        }

@@ -1,0 +1,217 @@
+"""Saving goes on beside the training; a full disk stops or holds the run as set, and nothing is lost."""
+
+import errno
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.checkpoint import saver as module
+from paceline.checkpoint import store
+from paceline.checkpoint.saver import Saver
+from paceline.config import CheckpointSettings
+from paceline.records import RunError
+
+TENSORS = {"drafter": {"w": torch.zeros(1000)}, "optimizer": {"step.w": torch.tensor(0.0)}}
+
+
+@pytest.fixture(autouse=True)
+def fast_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_LOOK_S", 0.02)
+
+
+class Told(list[tuple[str, dict[str, Any]]]):
+    def __call__(self, event: str, **values: Any) -> None:
+        self.append((event, values))
+
+    @property
+    def kinds(self) -> list[str]:
+        return [event for event, _ in self]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[..., tuple[Saver, Told]]:
+    def make(*, stopping: Callable[[], bool] = lambda: False, **settings: Any) -> tuple[Saver, Told]:
+        told = Told()
+        made = CheckpointSettings(**settings)
+        saver = Saver(tmp_path, made, describe=lambda: {"a": 1}, tell=told, stopping=stopping)
+        saver.prepare(TENSORS)
+        return saver, told
+
+    return make
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Writes wait for it."""
+    opened, whole = threading.Event(), store.write
+
+    def write(*args: Any) -> None:
+        assert opened.wait(10)
+        whole(*args)
+
+    monkeypatch.setattr(store, "write", write)
+    return opened
+
+
+def test_every_so_many_steps_and_the_last_ones_stay(make: Any, tmp_path: Path) -> None:
+    saver, told = make(every_steps=2, keep=2)
+    for steps in range(1, 10):
+        with saver:
+            saver.between_steps(steps, TENSORS, last=False)
+    assert [values["steps"] for event, values in told if event == "checkpoint"] == [2, 4, 6, 8]
+    assert store.saved_steps(tmp_path) == [6, 8]
+
+
+def test_every_so_many_minutes(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    saver, told = make(every_minutes=10)
+    for steps in range(40):
+        now[0] += 60
+        with saver:
+            saver.between_steps(steps, TENSORS, last=False)
+    assert len(told) == 4
+
+
+def test_training_goes_on_and_a_save_that_is_due_meanwhile_is_skipped(make: Any, gate: Any, tmp_path: Path) -> None:
+    """What is written is the state as it was, whatever becomes of the tensors."""
+    saver, told = make(every_steps=1)
+    live = {"drafter": {"w": torch.ones(1000)}, "optimizer": TENSORS["optimizer"]}
+    with saver:
+        began = time.monotonic()
+        for steps in (1, 2, 3):
+            saver.between_steps(steps, live, last=False)
+            live["drafter"]["w"] += 1
+        assert time.monotonic() - began < 5
+        assert told.kinds == ["checkpoint_skipped"] * 2
+        gate.set()
+    assert told.kinds[-1] == "checkpoint"
+    saved = store.newest(tmp_path, previous=False, tell=print)
+    assert saved is not None
+    assert saved.steps == 1
+    assert {float(tensor.max()) for file, _, tensor in saved.tensors() if file == "drafter"} == {1.0}
+
+
+def test_the_last_state_waits_for_the_save_before_it(make: Any, gate: Any, tmp_path: Path) -> None:
+    saver, told = make(every_steps=2)
+    with saver:
+        saver.between_steps(2, TENSORS, last=False)
+        threading.Timer(0.2, gate.set).start()
+        saver.between_steps(3, TENSORS, last=True)
+        assert told.kinds == ["checkpoint", "checkpoint"]
+    assert store.saved_steps(tmp_path) == [2, 3]
+
+
+def test_who_is_released_does_not_touch_what_is_being_written(make: Any, gate: Any, tmp_path: Path) -> None:
+    saver, told = make(every_steps=2)
+    other = {"drafter": {"w": torch.full((1000,), 5.0)}, "optimizer": TENSORS["optimizer"]}
+    with saver:
+        saver.between_steps(2, TENSORS, last=False)
+        saver.release()
+        saver.between_steps(3, other, last=True)
+        gate.set()
+    saved = store.newest(tmp_path, previous=False, tell=print)
+    assert saved is not None
+    assert (saved.steps, told.kinds) == (2, ["checkpoint"])
+    assert all(float(tensor.abs().max()) == 0 for _, _, tensor in saved.tensors())
+
+
+class FullDisk:
+    """A disk with no room, until there is; as seen by a look at it, or by a write that fails half-way."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seen: str) -> None:
+        self.full = True
+        free, whole = module.free_bytes, store.HostCopy.write
+
+        def write(copy: Any, path: Path) -> str:
+            if self.full:
+                path.write_bytes(b"half")
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return whole(copy, path)
+
+        if seen == "look":
+            monkeypatch.setattr(module, "free_bytes", lambda run: 10 if self.full else free(run))
+        else:
+            monkeypatch.setattr(store.HostCopy, "write", write)
+
+
+@pytest.mark.parametrize("seen", ["look", "write"])
+def test_a_full_disk_stops_the_run_with_what_to_do(
+    make: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seen: str
+) -> None:
+    saver, told = make(every_steps=2, on_full_disk="stop")
+    with saver:
+        saver.between_steps(2, TENSORS, last=True)
+    disk = FullDisk(monkeypatch, seen)
+    saver, told = make(every_steps=2, on_full_disk="stop")
+    saver.between_steps(4, TENSORS, last=False)
+    saver._thread.join()
+    assert told.kinds == ["checkpoint_failed"]
+    with pytest.raises(RunError, match=rf"no room for a checkpoint: .*go on with `paceline train {tmp_path} --resume`"):
+        saver.between_steps(5, TENSORS, last=False)
+    assert disk.full
+    saved = store.newest(tmp_path, previous=False, tell=print)
+    assert saved is not None
+    assert saved.steps == 2
+    assert not list((tmp_path / "checkpoints").glob(".*"))
+
+
+@pytest.mark.parametrize("seen", ["look", "write"])
+def test_a_full_disk_holds_the_run_until_there_is_room(
+    make: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seen: str
+) -> None:
+    disk = FullDisk(monkeypatch, seen)
+    saver, told = make(every_steps=2, on_full_disk="wait")
+    with saver:
+        saver.between_steps(2, TENSORS, last=False)
+        while not told:
+            time.sleep(0.01)
+
+        def make_room() -> None:
+            disk.full = False
+
+        began = time.monotonic()
+        threading.Timer(0.3, make_room).start()
+        saver.between_steps(3, TENSORS, last=False)
+        assert time.monotonic() - began > 0.2
+        assert told.kinds == ["disk_full", "checkpoint"]
+    assert store.saved_steps(tmp_path) == [2]
+
+
+def test_a_run_that_waits_for_room_can_be_stopped(make: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    FullDisk(monkeypatch, "look")
+    asked = threading.Event()
+    saver, told = make(every_steps=2, on_full_disk="wait", stopping=asked.is_set)
+    with saver:
+        saver.between_steps(2, TENSORS, last=False)
+        while not told:
+            time.sleep(0.01)
+        threading.Timer(0.2, asked.set).start()
+        saver.between_steps(3, TENSORS, last=False)
+        saver.between_steps(4, TENSORS, last=True)
+    assert told.kinds == ["disk_full", "checkpoint_failed", "checkpoint_failed"]
+    assert store.saved_steps(tmp_path) == []
+
+
+@pytest.mark.parametrize("on_full_disk", ["stop", "wait"])
+def test_another_fault_of_the_disk_is_told_and_the_run_goes_on(
+    make: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, on_full_disk: str
+) -> None:
+    saver, told = make(every_steps=2, on_full_disk=on_full_disk)
+
+    def broken(*args: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch, saver:
+        patch.setattr(store, "write", broken)
+        saver.between_steps(2, TENSORS, last=False)
+    with saver:
+        saver.between_steps(4, TENSORS, last=False)
+    assert told[0] == ("checkpoint_failed", {"steps": 2, "message": "Input/output error"})
+    assert told.kinds == ["checkpoint_failed", "checkpoint"]
+    assert store.saved_steps(tmp_path) == [4]

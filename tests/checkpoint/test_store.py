@@ -1,0 +1,196 @@
+"""Checkpoints are whole or not there; a damaged one is named and passed over only on request."""
+
+import json
+import pickletools
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from paceline.checkpoint import store
+from paceline.checkpoint.host import HostCopy
+from paceline.records import UserError
+
+FILES = ["drafter.safetensors", "manifest.json", "optimizer.safetensors", "state.json"]
+
+
+def tensors(seed: int) -> dict[str, dict[str, torch.Tensor]]:
+    draw = torch.Generator().manual_seed(seed)
+    weight = {"fc.weight": torch.randn(5, 7, generator=draw), "norm.weight": torch.randn(7, generator=draw)}
+    return {"drafter": weight, "optimizer": {"step.norm.weight": torch.tensor(3.0 + seed)}}
+
+
+def save(run: Path, steps: int) -> None:
+    copies = {name: HostCopy(group) for name, group in tensors(steps).items()}
+    for name, copy in copies.items():
+        copy.take(tensors(steps)[name])
+    store.write(run, steps, copies, {"settings": {"a": 1}})
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run with checkpoints after 2, 4 and 6 steps."""
+    for steps in (2, 4, 6):
+        save(tmp_path, steps)
+    return tmp_path
+
+
+def newest(run: Path, *, previous: bool = False) -> tuple[store.Saved | None, list[str]]:
+    told: list[str] = []
+    return store.newest(run, previous=previous, tell=told.append), told
+
+
+def test_what_is_saved_comes_back_bit_for_bit(run: Path) -> None:
+    saved, told = newest(run)
+    assert saved is not None
+    assert (saved.steps, saved.state, told) == (6, {"settings": {"a": 1}, "format": 1, "steps": 6}, [])
+    found = {(file, name): tensor for file, name, tensor in saved.tensors()}
+    want = {(file, name): tensor for file, group in tensors(6).items() for name, tensor in group.items()}
+    assert found.keys() == want.keys()
+    assert all(torch.equal(found[key], want[key]) for key in want)
+    assert load_file(saved.folder / "drafter.safetensors").keys() == tensors(6)["drafter"].keys()
+
+
+def test_a_copy_in_several_pieces_is_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = tensors(1)["drafter"]
+    whole, pieces = HostCopy(group), []
+    monkeypatch.setattr("paceline.checkpoint.host._PIECE", 4)
+    pieces = HostCopy(group)
+    for name, copy in (("whole", whole), ("pieces", pieces)):
+        copy.take(group)
+        copy.write(tmp_path / name)
+    assert (tmp_path / "whole").read_bytes() == (tmp_path / "pieces").read_bytes()
+    assert pieces.nbytes == (tmp_path / "pieces").stat().st_size
+
+
+def test_nothing_is_pickled(run: Path) -> None:
+    for path in (run / "checkpoints" / "step-00000006").iterdir():
+        assert path.name in FILES
+        with pytest.raises(ValueError):
+            list(pickletools.genops(path.read_bytes()))
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "empty": lambda path: path.write_bytes(b""),
+    "missing": lambda path: path.unlink(),
+    "a folder": lambda path: (path.unlink(), path.mkdir()),
+    "first byte": lambda path: flip(path, 0),
+    "middle": lambda path: flip(path, path.stat().st_size * 4),
+    "last bit": lambda path: flip(path, path.stat().st_size * 8 - 1),
+}
+
+
+def flip(path: Path, bit: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+@pytest.mark.parametrize("file", FILES)
+def test_a_damaged_file_is_named_and_the_one_before_used_on_request(run: Path, file: str, how: str) -> None:
+    place = run / "checkpoints" / "step-00000006"
+    DAMAGES[how](place / file)
+    named = file.removesuffix(".json")  # a damaged manifest may blame a file that is whole
+    sentence = (
+        rf"^Checkpoint {place} is damaged: .*{named}.*\. The one after step 4 is whole: go on from there with "
+        rf"`paceline train {run} --resume-previous`\.$"
+    )
+    with pytest.raises(UserError, match=sentence):
+        newest(run)
+    saved, told = newest(run, previous=True)
+    assert saved is not None
+    assert saved.steps == 4
+    assert re.match(
+        rf"  Checkpoint {place} is damaged: .*{named}.* Going on from the one after step 4\.$",
+        told[0],
+    )
+
+
+def test_any_flipped_bit_of_a_manifest_is_found(run: Path) -> None:
+    place = run / "checkpoints" / "step-00000006"
+    path = place / "manifest.json"
+    whole = path.read_bytes()
+    for bit in range(0, 8 * len(whole), 3):
+        flip(path, bit)
+        with pytest.raises(UserError, match="is damaged|has format"):
+            newest(run)
+        path.write_bytes(whole)
+    assert newest(run)[0] is not None
+
+
+@pytest.mark.parametrize("text", ["", "step-00000006\n", "../elsewhere", "step-00000009", None])
+def test_a_pointer_that_names_no_checkpoint(run: Path, text: str | None) -> None:
+    pointer = run / "checkpoints" / "latest"
+    pointer.unlink() if text is None else pointer.write_text(text)
+    with pytest.raises(UserError, match=r"The one after step 6 is whole: go on from there"):
+        newest(run)
+    saved, told = newest(run, previous=True)
+    assert saved is not None
+    assert (saved.steps, len(told)) == (6, 1)
+
+
+def test_when_none_is_whole(run: Path) -> None:
+    for steps in (2, 4, 6):
+        flip(run / "checkpoints" / f"step-{steps:08d}" / "state.json", 5)
+    for previous in (False, True):
+        with pytest.raises(UserError, match=r"step-00000006 is damaged.*no older one that is whole"):
+            newest(run, previous=previous)
+
+
+def test_a_run_without_checkpoints_has_none(tmp_path: Path) -> None:
+    assert newest(tmp_path) == (None, [])
+    (tmp_path / "checkpoints").mkdir()
+    assert newest(tmp_path) == (None, [])
+
+
+def test_another_format_is_said(run: Path) -> None:
+    path = run / "checkpoints" / "step-00000006" / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 2}))
+    with pytest.raises(UserError, match="has format 2, and this paceline reads 1"):
+        newest(run)
+
+
+@pytest.mark.parametrize(("steps", "keep", "stay"), [(6, 2, [4, 6]), (6, 1, [6]), (6, 9, [2, 4, 6]), (4, 1, [4])])
+def test_the_newest_stay_and_none_behind_what_was_gone_on_from(run: Path, steps: int, keep: int, stay: list) -> None:
+    store.prune(run, steps, keep)
+    assert store.saved_steps(run) == stay
+    assert not list((run / "checkpoints").glob(".*"))
+
+
+def test_what_was_not_finished_is_swept(run: Path) -> None:
+    folder = run / "checkpoints"
+    (folder / ".step-00000008.123").mkdir()
+    (folder / ".step-00000008.123" / "state.json").write_text("")
+    (folder / ".latest.new").write_text("")
+    store.sweep(run)
+    assert sorted(path.name for path in folder.iterdir()) == ["latest", *(f"step-0000000{n}" for n in (2, 4, 6))]
+
+
+def test_a_failing_write_leaves_what_was_there(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for call in range(20):  # whichever sync fails
+        count = [0]
+
+        def full(handle: int, call: int = call, count: list[int] = count) -> None:
+            count[0] += 1
+            if count[0] > call:
+                raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("os.fsync", full)
+            try:
+                save(run, 8)
+            except OSError:
+                saved, _ = newest(run)
+                assert saved is not None
+                assert saved.steps == (8 if (run / "checkpoints" / "latest").read_text().endswith("8") else 6)
+                assert not list((run / "checkpoints").glob(".step*"))
+            else:
+                break
+    else:
+        pytest.fail("more syncs than expected")
+    assert call >= 6

@@ -1,0 +1,183 @@
+"""Runs of the command line in processes of their own that are killed, asked to stop, or let finish.
+
+A fork server loads torch once, so that a process takes a tenth of a second to start.
+"""
+
+import json
+import multiprocessing
+import os
+import random
+import runpy
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from paceline.config import RunSettings, dump_settings
+
+CHILD = Path(__file__).with_name("child.py")
+Changes = dict[str, dict[str, object]]
+
+
+class Child:
+    """`paceline` with some arguments, under way."""
+
+    def __init__(self, process: Any, output: Path, run: Path) -> None:
+        self.process, self.pid, self.run, self._output = process, process.pid, run, output
+
+    def text(self) -> str:
+        return self._output.read_text() if self._output.exists() else ""
+
+    def status(self, timeout_s: float = 60) -> int:
+        self.process.join(timeout_s)
+        assert self.process.exitcode is not None, self.text()
+        return self.process.exitcode
+
+    def wait_for(self, seen: Callable[[], object], timeout_s: float = 60) -> bool:
+        """Wait until something is seen; False if the process ended before."""
+        until = time.monotonic() + timeout_s
+        while not seen():
+            if not self.process.is_alive():
+                return False
+            assert time.monotonic() < until, self.text()
+            time.sleep(0.001)
+        return True
+
+    def send(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def moment(self, draw: random.Random) -> str:
+        """Wait for a moment drawn at random, half of them in the middle of a save, and say which."""
+        if draw.random() < 0.5:
+            after, before = draw.randrange(14), len(events(self.run))
+            self.wait_for(lambda: len(events(self.run)) >= before + after)
+            time.sleep(draw.uniform(0, 0.05))
+            return f"{after} events later"
+        saves, names = draw.randrange(4), (".step-*", ".step-*/d*", ".step-*/o*", ".step-*/m*", ".latest*", ".*.gone")
+        wanted = draw.choice(names)
+        before = told(self.run, "checkpoint")
+        self.wait_for(lambda: told(self.run, "checkpoint") >= before + saves)
+        self.wait_for(lambda: any((self.run / "checkpoints").glob(wanted)))
+        return f"{saves} saves later, {wanted}"
+
+
+class Lab:
+    """Makes runs of 14 steps over more than one epoch, saved every second step, and looks at what they leave."""
+
+    def __init__(self, folder: Path, tree: Any, server: Any) -> None:
+        self._folder, self._tree, self._server = folder, tree, server
+        self.children: list[Child] = []
+
+    def settings(self, name: str, changes: Changes | None = None) -> Path:
+        """Write the settings of a run and return its folder."""
+        tree = {**self._tree, "run_dir": str(self._folder / name)}
+        for section, values in (changes or {}).items():
+            tree[section] = tree[section] | values
+        (self._folder / f"{name}.yaml").write_text(dump_settings(RunSettings.model_validate(tree)))
+        return self._folder / name
+
+    def train(self, run: Path, *options: str, slow_s: float = 0.0) -> Child:
+        """Start `paceline train`, with --resume where there is a run. `slow_s`: see child.py."""
+        given = {
+            "ARGUMENTS": ["train", f"{run}.yaml", *options, *["--resume"] * (run / "settings.yaml").exists()],
+            "OUTPUT": str(self._folder / f"output-{len(self.children)}.txt"),
+            "SLOW_S": slow_s,
+            "TEMP": str(self._folder / "tmp"),
+        }
+        process = self._server.Process(target=runpy.run_path, args=(str(CHILD), given, "__main__"))
+        process.start()
+        self.children.append(Child(process, Path(given["OUTPUT"]), run))
+        return self.children[-1]
+
+    def finished(self, run: Path, *options: str) -> Path:
+        """Train until the end."""
+        child = self.train(run, *options)
+        assert child.status() == 0, child.text()
+        return run
+
+    def events(self, run: Path) -> list[dict[str, Any]]:
+        return events(run)
+
+    def told(self, run: Path, kind: str) -> int:
+        return told(run, kind)
+
+    def assert_equal(self, run: Path, whole: Path) -> None:
+        """Both runs told the same of every step, leave the same weights, and nothing else."""
+        assert steps(run) == steps(whole)
+        one, other = (load_file(folder / "drafter" / "model.safetensors") for folder in (run, whole))
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+        assert (run / ".lock").read_text() == ""
+        names = {".lock", "settings.yaml", "provenance.json", "events.jsonl", "drafter", "checkpoints"}
+        assert {path.name for path in run.iterdir()} | {"checkpoints"} == names
+        assert os.listdir(self._folder / "tmp") == []
+        pids = [str(child.pid) for child in self.children]
+        assert not [name for name in os.listdir("/dev/shm") if any(pid in name for pid in pids)]
+        if not (run / "checkpoints").exists():
+            return
+        latest, *kept = sorted(path.name for path in (run / "checkpoints").iterdir())
+        assert latest == "latest"
+        assert (run / "checkpoints" / latest).read_text() == kept[-1]
+        assert len(kept) <= 2
+
+
+def events(run: Path) -> list[dict[str, Any]]:
+    """Return a run's events; what a killed process left of a line is skipped."""
+    found, path = [], run / "events.jsonl"
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found
+
+
+def told(run: Path, kind: str) -> int:
+    return sum(event["event"] == kind for event in events(run))
+
+
+def steps(run: Path) -> dict[int, dict[str, Any]]:
+    """Return what every step told; a step that was made again must have told the same."""
+    found: dict[int, dict[str, Any]] = {}
+    for event in events(run):
+        if event["event"] == "step":
+            del event["t"]
+            assert found.setdefault(event["step"], event) == event
+    return found
+
+
+@pytest.fixture(scope="session")
+def server() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["paceline.recipes.train", "paceline.cli", "transformers.models.qwen3.modeling_qwen3"]
+    )
+    return context
+
+
+@pytest.fixture
+def lab(
+    server: Any, tmp_path: Path, tiny_folder: Path, shape: Any, write_dataset: Callable[..., Path], random_rows: list
+) -> Iterator[Lab]:
+    dataset = str(write_dataset(random_rows))
+    tree = {
+        "target": {"model": str(tiny_folder), "dtype": "float32"},
+        "drafter": shape.model_dump(),
+        "data": {"dataset": dataset, "token_budget": 120, "align": 8, "buckets": 3},
+        "train": {"epochs": 20, "max_steps": 14, "context_slots": 100, "anchor_slots": 16, "anchors_per_sample": 4}
+        | {"policy": "eager", "log_every": 1, "lr": 1e-2},
+        "pipeline": {"targets": ["cpu"], "drafters": ["cpu"]},
+        "checkpoint": {"every_steps": 2},
+    }
+    made = Lab(tmp_path, tree, server)
+    yield made
+    for child in made.children:
+        if child.process.is_alive():
+            child.send(signal.SIGKILL)
+        child.process.join()
+        child.process.close()

@@ -1,0 +1,76 @@
+"""A run that is killed at any moment and resumed equals one never killed, bit for bit."""
+
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+KINDS: dict[str, Any] = {
+    "trimmed": {},
+    "packed": {"data": {"layout": "packed", "token_budget": 100}},
+    "accumulated": {"train": {"batches_per_step": 2}, "data": {"layout": "bucketed"}},
+    "two ranks": {"train": {"batches_per_step": 2}, "pipeline": {"drafters": ["cpu"] * 2, "targets": ["cpu"] * 2}},
+    "muon, float32": {"train": {"optimizer": "muon", "dtype": "float32"}, "data": {"reshuffle": "batches"}},
+    "features on disk": {"data": {"reshuffle": "batches"}, "pipeline": {"feature_cache": "disk"}},
+}
+
+
+def killed_and_resumed(lab: Any, run: Path, seed: int, kills: int) -> tuple[list[str], int]:
+    """Kill a run `kills` times at moments drawn by `seed`, let it finish, and return the moments and how many hit."""
+    draw, moments, hit = random.Random(seed), [], 0
+    for _ in range(kills):
+        child = lab.train(run, slow_s=0.005)
+        moments.append(child.moment(draw))
+        if child.process.is_alive():
+            child.send(signal.SIGKILL)
+        status = child.status()
+        assert status in (-signal.SIGKILL, 0), child.text()
+        hit += status != 0
+        if (run / "drafter").exists():
+            return moments, hit
+    lab.finished(run)
+    return moments, hit
+
+
+@pytest.mark.parametrize(("kind", "seed"), [(kind, seed) for seed, kind in enumerate(KINDS)])
+def test_a_killed_run_goes_on_as_if_nothing_had_been(lab: Any, kind: str, seed: int) -> None:
+    whole = lab.finished(lab.settings("whole", KINDS[kind]))
+    run = lab.settings("killed", KINDS[kind])
+    killed_and_resumed(lab, run, seed, kills=2)
+    lab.assert_equal(run, whole)
+
+
+def test_two_commands_never_train_into_one_folder(lab: Any) -> None:
+    run = lab.settings("one")
+    first = lab.train(run, slow_s=0.05)
+    first.wait_for(lambda: lab.told(run, "checkpoint"))
+    for second in (lab.train(run), lab.train(run, "--resume-previous")):
+        assert second.status() == 2
+        assert f"error: Another process is training into {run} (run_dir): process {first.pid} on" in second.text()
+    assert first.status() == 0, first.text()
+    lab.assert_equal(run, lab.finished(lab.settings("whole")))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_thirty_kills(lab: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Seeds are kept: a red one is run again with its number."""
+    lines = []
+    for number, kind in enumerate(KINDS):
+        whole = lab.finished(lab.settings(f"whole-{number}", KINDS[kind]))
+        for seed in range(100 + 5 * number, 105 + 5 * number):
+            run = lab.settings(f"killed-{seed}", KINDS[kind])
+            moments, hit = killed_and_resumed(lab, run, seed, kills=1)
+            try:
+                lab.assert_equal(run, whole)
+                result = "survived" if hit else "finished before"
+            except AssertionError as error:
+                result = f"LOST {error}"
+            lines.append(f"{seed}  {kind:18s} {result:16s} {', '.join(moments)}")
+    survived = sum("survived" in line for line in lines)
+    with capsys.disabled():
+        print("\n" + "\n".join(lines) + f"\nsurvived {survived} of {len(lines)}")
+    assert not [line for line in lines if "LOST" in line]
+    assert survived >= 25, "too few kills hit a run that was under way"

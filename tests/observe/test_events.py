@@ -1,0 +1,52 @@
+"""Events survive a killed process and a disk that is full for a while."""
+
+import errno
+import json
+from pathlib import Path
+from typing import Any
+
+from paceline.observe.events import EventLog
+
+
+def lines(run: Path) -> list[str]:
+    return (run / "events.jsonl").read_text().splitlines()
+
+
+def test_a_torn_line_stays_alone(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").write_text('{"event": "one"}\n{"even')
+    for kind in ("two", "three"):
+        with EventLog(tmp_path) as log:
+            log.write(kind)
+    first, torn, *rest = lines(tmp_path)
+    assert (json.loads(first)["event"], torn) == ("one", '{"even')
+    assert [json.loads(line)["event"] for line in rest] == ["two", "three"]
+
+
+def test_what_a_full_disk_does_not_take_is_written_later(tmp_path: Path) -> None:
+    class Disk:
+        """Takes a few bytes and is full; later it takes all."""
+
+        def __init__(self, file: Any) -> None:
+            self.file, self.room = file, 5
+
+        def write(self, content: bytes) -> int:
+            if not self.room:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            taken = content[: self.room]
+            self.room -= len(taken)
+            return self.file.write(taken)
+
+        def close(self) -> None:
+            self.file.close()
+
+    with EventLog(tmp_path) as log:
+        disk = log._file = Disk(log._file)  # type: ignore[assignment]
+        log.write("one")
+        log.write("two")
+        assert lines(tmp_path) == ['{"sch']
+        disk.room = 10**6
+        log.write("three")
+        assert [json.loads(line)["event"] for line in lines(tmp_path)] == ["one", "two", "three"]
+        disk.room = 0
+        log.write("lost")
+    assert len(lines(tmp_path)) == 3

@@ -1,0 +1,195 @@
+"""What a run may change when it goes on, what is refused, and what the whole run says of itself."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from paceline.cli import _resumed
+from paceline.config import RunSettings
+from paceline.observe.console import Console
+from paceline.recipes import train_resume
+from paceline.recipes.train import train
+from paceline.recipes.train_stop import StopRequest
+from paceline.records import Interrupted, UserError
+
+
+@pytest.fixture
+def settings(
+    tmp_path: Path, tiny_folder: Path, shape: Any, write_dataset: Callable[..., Path], random_rows: list
+) -> Callable[..., RunSettings]:
+    dataset = write_dataset(random_rows)
+
+    def make(name: str, **changes: Any) -> RunSettings:
+        tree: dict[str, Any] = {
+            "run_dir": str(tmp_path / name),
+            "target": {"model": str(tiny_folder), "dtype": "float32"},
+            "drafter": shape.model_dump(),
+            "data": {"dataset": str(dataset), "token_budget": 120, "align": 8, "buckets": 3},
+            "train": {"epochs": 3, "max_steps": 12, "context_slots": 100, "anchor_slots": 16, "anchors_per_sample": 4}
+            | {"dtype": "float32", "log_every": 1, "lr": 1e-2, "batches_per_step": 2},
+            "checkpoint": {"every_steps": 3},
+        }
+        for section, values in changes.items():
+            tree[section] = tree.get(section, {}) | values
+        return RunSettings.model_validate(tree)
+
+    return make
+
+
+@pytest.fixture
+def stopped(monkeypatch: pytest.MonkeyPatch) -> Callable[[RunSettings], Path]:
+    """Return what trains a run and stops it after 5 steps."""
+
+    def stop(tree: RunSettings) -> Path:
+        run = Path(tree.run_dir)
+        with monkeypatch.context() as patch:
+            patch.setattr(StopRequest, "__call__", lambda self: _steps(run) >= 4)
+            with pytest.raises(Interrupted, match=rf"^after step 5 of 12, saved\. .*`paceline train {run} --resume`"):
+                train(tree, console=Console(json=True))
+        return run
+
+    return stop
+
+
+def _steps(run: Path) -> int:
+    return sum('"event": "step"' in line for line in (run / "events.jsonl").read_text().splitlines())
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "drafter" / "model.safetensors")
+
+
+def resume(tree: RunSettings, *, previous: bool = False) -> dict[str, Any]:
+    return train(tree, console=Console(json=True), resume=True, resume_previous=previous)
+
+
+def test_the_summary_and_the_events_are_those_of_the_whole_run(settings: Any, stopped: Any) -> None:
+    whole = train(settings("whole"), console=Console(json=True))
+    run = stopped(settings("cut"))
+    parts = resume(settings("cut"))
+    same = ("train_steps", "loss", "real_anchor_share", "padding_share", "policy", "recompiles")
+    assert {key: parts[key] for key in same} == {key: whole[key] for key in same}
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    kinds = [event["event"] for event in events if event["event"] not in ("role", "checkpoint")]
+    assert kinds[:10] == ["started", "plan", "checksums", *["step"] * 5, "interrupted", "resumed"]
+    assert [event["step"] for event in events if event["event"] == "step"] == list(range(12))
+    (resumed,) = (event for event in events if event["event"] == "resumed")
+    assert (resumed["steps"], Path(resumed["checkpoint"]).name) == (5, "step-00000005")
+    assert kinds[-1] == "trained"
+    assert all(torch.equal(tensor, weights(run)[name]) for name, tensor in weights(Path(whole["run"])).items())
+
+
+FREE: dict[str, Any] = {
+    "three replicas": {"pipeline": {"targets": ["cpu"] * 3, "credit_gib": 1e-6}},
+    "a cache": {"pipeline": {"feature_cache": "memory"}},
+    "other saves": {"checkpoint": {"every_steps": None, "keep": 1, "grace_s": 1}},
+    "other telling": {"train": {"log_every": 3}, "data": {"prefetch": 1}},
+}
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_how_a_run_is_carried_out_may_change(settings: Any, stopped: Any, name: str) -> None:
+    data = {"reshuffle": "batches"}
+    whole = train(settings("whole", data=data), console=Console(json=True))
+    run = stopped(settings("cut", data=data))
+    changes = FREE[name] | {"data": data | FREE[name].get("data", {})}
+    assert resume(settings("cut", **changes))["loss"] == whole["loss"]
+    assert all(torch.equal(tensor, weights(run)[key]) for key, tensor in weights(Path(whole["run"])).items())
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3)])
+def test_another_number_of_drafter_ranks_keeps_the_batch(settings: Any, stopped: Any, before: int, after: int) -> None:
+    """Only the order of sums changes, so only rounding."""
+    train_ = {"lr": 1e-3}
+    whole = train(settings("whole", train=train_), console=Console(json=True))
+    stopped(settings("cut", train=train_, pipeline={"drafters": ["cpu"] * before}))
+    parts = resume(settings("cut", train=train_, pipeline={"drafters": ["cpu"] * after}))
+    assert parts["loss"] == pytest.approx(whole["loss"], rel=1e-4)
+    assert parts["real_anchor_share"] == whole["real_anchor_share"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"train": {"lr": 0.5}}, r"train\.lr was 0\.01 and is 0\.5\. Put that back"),
+        (
+            {"train": {"seed": 3, "batches_per_step": 1}},
+            r"batches_per_step was 2 and is 1, train\.seed was 0 and is",
+        ),
+        ({"data": {"layout": "bucketed"}}, r"data\.layout was 'trimmed' and is 'bucketed'"),
+        ({"target": {"dtype": "bfloat16"}}, r"target\.dtype was 'float32' and is 'bfloat16'"),
+        ({"train": {"max_steps": 6}}, r"train\.max_steps was 12 and is 6"),
+    ],
+)
+def test_what_is_learnt_may_not(settings: Any, stopped: Any, changes: Any, sentence: str) -> None:
+    stopped(settings("cut"))
+    with pytest.raises(UserError, match=sentence):
+        resume(settings("cut", **changes))
+    resume(settings("cut"))
+
+
+def test_a_dataset_may_move_but_not_change(
+    settings: Any, stopped: Any, tmp_path: Path, write_dataset: Any, random_rows: list
+) -> None:
+    run = stopped(settings("cut"))
+    ids, prompt = random_rows[0]
+    other = write_dataset([([ids[1], *ids[1:]], prompt), *random_rows[1:]], "other")
+    with pytest.raises(UserError, match=r"needs the data as before, [0-9a-f]{12}, got [0-9a-f]{12}\. Put data"):
+        resume(settings("cut", data={"dataset": str(other)}))
+    (tmp_path / "dataset").rename(tmp_path / "moved")
+    run.rename(tmp_path / "elsewhere")
+    tree = _resumed(tmp_path / "elsewhere", [f"data.dataset={tmp_path / 'moved'}"])
+    assert tree.run_dir == str(tmp_path / "elsewhere")
+    assert resume(tree)["train_steps"] == 12
+
+
+def test_a_run_with_checkpoints_is_not_started_over(settings: Any, stopped: Any) -> None:
+    run = stopped(settings("cut"))
+    sentence = rf"checkpoint after step 5\. Go on with `paceline train {run} --resume`, or choose another run_dir"
+    with pytest.raises(UserError, match=sentence):
+        train(settings("cut"), console=Console(json=True))
+
+
+def test_there_must_be_something_to_resume(settings: Any, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"There is no run in .*none \(run_dir\) to resume"):
+        resume(settings("none"))
+    assert not (tmp_path / "none").exists()
+    with pytest.raises(UserError, match="is no run folder"):
+        _resumed(tmp_path, [])
+    train(settings("done"), console=Console(json=True))
+    with pytest.raises(UserError, match=r"The run in .*done \(run_dir\) is finished: there is nothing to resume"):
+        resume(settings("done"))
+
+
+def test_a_damaged_checkpoint_is_left_behind_only_on_request(settings: Any, stopped: Any) -> None:
+    whole = train(settings("whole"), console=Console(json=True))
+    run = stopped(settings("cut"))
+    path = run / "checkpoints" / "step-00000005" / "optimizer.safetensors"
+    path.write_bytes(path.read_bytes()[:-3])
+    with pytest.raises(UserError, match=r"step-00000005 is damaged: optimizer.safetensors has .* --resume-previous`"):
+        resume(settings("cut"))
+    assert resume(settings("cut"), previous=True)["loss"] == whole["loss"]
+    assert sorted(os.listdir(run / "checkpoints")) == ["latest", "step-00000006", "step-00000009"]
+    assert all(torch.equal(tensor, weights(run)[key]) for key, tensor in weights(Path(whole["run"])).items())
+
+
+def test_no_room_is_said_before_anything_is_loaded(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_resume, "free_bytes", lambda run: 1000)
+    with pytest.raises(UserError, match=r"needs .* GiB for 2 checkpoints \(checkpoint.keep\).* has 9.31e-07 GiB free"):
+        train(settings("full"), console=Console(json=True))
+
+
+def test_the_room_that_is_asked_for_is_what_is_written(settings: Any, stopped: Any, tiny: Any) -> None:
+    for optimizer in ("adamw", "muon"):
+        tree = settings(optimizer, train={"optimizer": optimizer})
+        place = stopped(tree) / "checkpoints" / "step-00000005"
+        written = sum(path.stat().st_size for path in place.glob("*.safetensors"))
+        assert train_resume.state_bytes(tree, tiny) == pytest.approx(written, rel=0.01, abs=20_000)
+        shutil.rmtree(place.parent)
