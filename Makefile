@@ -20,7 +20,7 @@ PIP := bin/python -m pip install --disable-pip-version-check
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup demo test lint test-slow test-lower interop test-gpu test-system clean
+.PHONY: help setup demo test lint test-faults test-slow test-lower interop test-gpu test-system clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -115,6 +115,9 @@ test: $(VENV)/.complete ## Lint and the fast tests
 
 test-lower: $(LOWER)/.complete ## The fast tests with the oldest dependencies that pyproject.toml allows
 	$(LOWER)/bin/python -m pytest $(PYTEST_ARGS)
+
+test-faults: $(VENV)/.complete ## Processes that are killed and stopped at random moments; prints who survived
+	$(VENV)/bin/python -m pytest -m faults $(PYTEST_ARGS)
 
 test-slow: $(VENV)/.complete ## The tests that take longer than a minute
 	$(VENV)/bin/python -m pytest -m slow $(PYTEST_ARGS)

@@ -15,6 +15,8 @@ import pytest
 
 from paceline.data.completions import load_ledger, shard_files
 
+pytestmark = pytest.mark.faults
+
 KILLS = 20
 SEED = 2026
 PROMPTS = 240

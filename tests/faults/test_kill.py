@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.faults
+
 KINDS: dict[str, Any] = {
     "trimmed": {},
     "packed": {"data": {"layout": "packed", "token_budget": 100}},
@@ -53,7 +55,6 @@ def test_two_commands_never_train_into_one_folder(lab: Any) -> None:
     lab.assert_equal(run, lab.finished(lab.settings("whole")))
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_thirty_kills(lab: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """Seeds are kept: a red one is run again with its number."""

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.faults
+
 KINDS: dict[str, Any] = {
     "one rank": {},
     "two ranks": {"pipeline": {"drafters": ["cpu"] * 2, "targets": ["cpu"] * 2}, "train": {"batches_per_step": 2}},
