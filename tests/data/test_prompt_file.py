@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from paceline.data.prompt_file import Prompt, as_prompts, encode_prompts, read_prompts
+from paceline.data.prompt_file import Prompt, PromptLines, as_prompts, encode_prompts, read_prompts
 from paceline.records import UserError
 
 
@@ -47,6 +47,27 @@ def test_the_other_spelling_a_system_text_and_tools() -> None:
     assert prompt == Prompt([{"role": "system", "content": "s"}, user("q")], "p.jsonl:1", "1", [{"name": "f"}])
 
 
+def test_a_system_text_and_tools_beside_a_prompt() -> None:
+    row = {"prompt": "q", "system": "s", "tools": [{"name": "f"}], "messages": None}
+    (prompt,) = read_prompts(written(json.dumps(row)))
+    assert prompt == Prompt([{"role": "system", "content": "s"}, user("q")], "p.jsonl:1", "1", [{"name": "f"}])
+
+
+@pytest.mark.parametrize(
+    ("line", "own"),
+    [
+        ('{"prompt": "x", "id": "a"}', "a"),
+        ('{"prompt": "", "id": 7}', "7"),
+        ('{"prompt": "x"}', None),
+        ('{"prompt": "x", "id": true}', None),
+        ('{"prompt": "x", "id": "a"', None),
+        ("[]", None),
+    ],
+)
+def test_a_refused_line_has_the_id_that_can_be_read(line: str, own: str | None) -> None:
+    assert PromptLines(Path("p.jsonl")).own_id(3, line.encode()) == own
+
+
 @pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85", "\u000b", "\u001e"])
 def test_only_a_line_feed_ends_a_line(separator: str) -> None:
     """JSON allows the first three unescaped inside a text, and `generate` writes them so."""
@@ -77,6 +98,14 @@ FORM = 'needs a non-empty "prompt" text or a list of "messages" objects, found k
         ('{"prompt": 5}', f"{FORM} ['prompt']."),
         ('{"messages": null}', f"{FORM} ['messages']."),
         (
+            '{"prompt": "x", "messages": [{"role": "user", "content": "x"}]}',
+            'must have "prompt" or "messages", got both. Leave one of them out.',
+        ),
+        (
+            '{"prompt": "x", "conversations": [{"from": "human", "value": "x"}]}',
+            'must have "prompt" or "messages", got both. Leave one of them out.',
+        ),
+        (
             '{"messages": [{"role": "assistant", "content": "x"}]}',
             "has no message before the assistant's. Add the user's.",
         ),
@@ -103,6 +132,8 @@ def test_lines_that_are_refused(line: str, sentence: str) -> None:
         ('{"messages": "x"}', "messages must be a list with entries, got 'x'."),
         ('{"messages": ["x"]}', "Message 1 must be an object with a role, got 'x'."),
         ('{"messages": [{"role": "user", "content": "x"}], "tools": [1]}', "tools must be a list of objects, got [1]."),
+        ('{"prompt": "x", "tools": [1]}', "tools must be a list of objects, got [1]."),
+        ('{"prompt": "x", "system": 1}', "system must be a text, got 1."),
     ],
 )
 def test_messages_that_are_refused_when_they_are_read(line: str, sentence: str) -> None:

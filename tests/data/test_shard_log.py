@@ -1,5 +1,7 @@
 """The log of an open shard: what a kill or a flipped bit leaves of it."""
 
+import json
+import zlib
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from paceline.data.shard_log import ShardLog, write_log
 
 
 def record(line: int, *, copy: int = 0, over: bool = True, **more: Any) -> dict[str, Any]:
-    return {"line": line, "copy": copy, "over": over, **more}
+    return {"line": line, "copy": copy, "over": over, "rows": [], "left_out": None, **more}
 
 
 def test_the_last_record_of_a_key_counts(tmp_path: Path) -> None:
@@ -70,3 +72,29 @@ def test_zeros_after_a_power_failure(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes() + bytes(4096))
     with closing(ShardLog(path)) as log:
         assert (log.ordered(), log.damaged) == ([(1, 0)], 0)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "[]",
+        "{}",
+        "7",
+        "null",
+        "{nope",
+        "[" * 100_000,
+        *(json.dumps(record(2) | {key: "x"}) for key in record(2)),
+        *(json.dumps({key: value for key, value in record(2).items() if key != gone}) for gone in record(2)),
+    ],
+    ids=range(16),
+)
+def test_what_is_no_record_is_damaged_whatever_its_checksum(tmp_path: Path, body: str) -> None:
+    path = tmp_path / "log"
+    write_log(path, [record(1)])
+    line = f"{body}\n".encode()
+    path.write_bytes(path.read_bytes() + b"%08x %s" % (zlib.crc32(line), line))
+    with closing(ShardLog(path)) as log:
+        assert (log.ordered(), log.damaged) == ([(1, 0)], 1)
+        log.append(record(3))
+    with closing(ShardLog(path)) as log:
+        assert (log.ordered(), log.damaged) == ([(1, 0), (3, 0)], 1)

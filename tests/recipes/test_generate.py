@@ -1,6 +1,7 @@
 """`paceline generate` with a made-up completer: what is asked, kept, left out, refused, and found after any death."""
 
 import hashlib
+import io
 import json
 import os
 import random
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from paceline.data.completions import load_ledger
+from paceline.data.completions import load_ledger, save_ledger
 from paceline.data.prompt_file import PromptLines
 from paceline.decode.requests import Request
 from paceline.observe.console import Console
@@ -21,6 +22,7 @@ from paceline.recipes import generate as recipe
 from paceline.recipes.generate import generate_completions
 from paceline.recipes.generate_asked import Asked
 from paceline.recipes.prepare import prepare_dataset
+from paceline.recipes.texts import generated_text
 from paceline.records import Completion, PacelineError, RunError, UserError
 from paceline.target.load import TargetFacts, load_tokenizer
 
@@ -120,11 +122,12 @@ def test_every_prompt_ends_once_in_the_files_order() -> None:
     assert len(set(names)) == len(names)
     assert {"1/0", "1/1", "mine/0", "id77/1"} <= set(names)
     assert [(entry["id"], entry["reason"]) for entry in refused] == [
-        ("13/0", "not JSON"),
-        ("13/1", "not JSON"),
-        ("21/0", "too long"),
-        ("21/1", "too long"),
+        (None, "not JSON"),
+        (None, "not JSON"),
+        (None, "too long"),
+        (None, "too long"),
     ]
+    assert [(entry["line"], entry["copy"]) for entry in refused] == [(13, 0), (13, 1), (21, 0), (21, 1)]
     assert refused[0]["row"] == "{nope"
     assert refused[2]["detail"].startswith("p.jsonl:21 has 511 tokens and --max-new-tokens is 80, together more than")
     assert (summary["prompts"], summary["conversations"], summary["shards"]) == (25, 50, 4)
@@ -261,8 +264,8 @@ def test_errors_are_retried_alone() -> None:
     first = run(fake=FakeCompleter(fails=lambda request: str(request.key) in ("2", "mine", "id77 turn 2")))
     assert first["quarantined"] == {"no completion": 3, "not JSON": 1, "too long": 1}
     entries = [entry for entry in rows_of(kind="quarantine") if entry["reason"] == "no completion"]
-    assert [(entry["id"], entry["detail"]) for entry in entries] == [
-        (name, "the server said 500.") for name in ("2", "mine", "id77")
+    assert [(entry["id"], entry["line"], entry["detail"]) for entry in entries] == [
+        (own, line, "the server said 500.") for own, line in ((None, 2), ("mine", 4), ("id77", 23))
     ]
     assert entries[1]["row"] == {"prompt": "w30 w31", "id": "mine"}
     assert run()["quarantined"] == first["quarantined"], "not unless it is asked for"
@@ -292,6 +295,58 @@ def test_a_completer_that_fails_again_and_again_is_given_up() -> None:
     with pytest.raises(UserError, match="At most 5 of 25 prompts may be refused .--max-quarantined., 6 are"):
         run(fake=fake, max_quarantined=0.2)
     assert len(fake.asked) < 10
+
+
+def test_too_many_refused_without_an_answer_are_given_up() -> None:
+    """The last line is refused when it is wanted, and no answer comes after it."""
+    written(*[{"prompt": f"w{i}"} for i in range(10, 19)], "{nope")
+
+    class Failing(FakeCompleter):
+        def complete(self, requests: Iterable[Request]) -> Iterator[Any]:
+            for request in islice(requests, 9):
+                yield request, RunError("500.") if request.key in ("2", "3") else answer(request)
+            raise RunError("stop")
+
+    with pytest.raises(RunError, match="stop"):
+        run(fake=Failing())
+    with pytest.raises(UserError, match="See out. At most 1 of 10 prompts may be refused .--max-quarantined., 3 are"):
+        run(max_quarantined=0.1)
+
+
+def test_refused_lines_have_their_own_ids() -> None:
+    """A line's number would be another prompt's id."""
+    written({"prompt": "", "id": "a"}, {"prompt": "w5", "id": "3"}, "{nope", {"prompt": "w4 " * 511, "id": 7})
+    run(samples=2, temperature=1.0, max_quarantined=0.8)
+    entries = [(entry["id"], entry["line"]) for entry in rows_of(kind="quarantine")]
+    assert entries == [("a/0", 1), ("a/1", 1), (None, 3), (None, 3), ("7/0", 4), ("7/1", 4)]
+
+
+def test_what_is_said_counts_rows() -> None:
+    written({"prompt": "w9"}, {"prompt": "w9 w9"})
+    assert generated_text(run("kept")).startswith("Finished 2 conversations in kept.\n2 rows, 140 tokens; ")
+    first, again = (generated_text(run(on_loop="drop")) for _ in range(2))
+    assert first.startswith("Finished 2 conversations in out.\n0 rows, 140 tokens; ")
+    assert again.startswith("Finished 2 conversations in out; 2 of them earlier.\n0 rows, ")
+
+
+@pytest.mark.parametrize(("name", "json_too"), [("output", False), ("error", True)])
+def test_an_output_that_is_full_is_named(monkeypatch: pytest.MonkeyPatch, name: str, json_too: bool) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stderr" if json_too else "sys.stdout", full)
+        with pytest.raises(RunError) as caught:
+            Console(json=json_too).line("done")
+        assert str(caught.value) == (
+            f"Standard {name} cannot be written: No space left on device. Send it somewhere else."
+        )
+        full.flush()  # as Python does at its end
+
+
+def test_an_output_without_a_letter_shows_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    for errors in ("strict", "surrogateescape"):
+        there = io.BytesIO()
+        monkeypatch.setattr("sys.stdout", io.TextIOWrapper(there, encoding="ascii", errors=errors))
+        Console().line("Prompts of caf\u00e9")
+        assert there.getvalue() == b"Prompts of caf\\xe9\n"
 
 
 def test_ids_are_unique() -> None:
@@ -488,11 +543,51 @@ def test_what_is_not_ours_is_not_touched() -> None:
     Path("file").write_text("")
     with pytest.raises(UserError, match="^file is a file, and completions go to a folder. Choose another --out.$"):
         run("file")
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize(
+    ("ledger", "sentence"),
+    [
+        (None, "^mine .--out. holds completions-00000.jsonl, but no completions.json .* remove the folder by hand.$"),
+        ("{", "^mine/completions.json cannot be understood .* another --out, or remove the folder by hand.$"),
+        ("{}", "^mine/completions.json cannot be understood .* another --out, or remove the folder by hand.$"),
+        ('{"version": 77}', "^mine/completions.json has version 77.* another --out, or remove the folder by hand"),
+    ],
+)
+def test_names_alone_do_not_make_it_ours(ledger: str | None, sentence: str, overwrite: bool) -> None:
+    mixed()
     run("mine")
     Path("mine/completions.json").unlink()
-    with pytest.raises(UserError, match="^mine .--out. holds completions, but no completions.json"):
-        run("mine")
-    run("mine", overwrite=True)
+    if ledger:
+        Path("mine/completions.json").write_text(ledger)
+    before = {path.name: path.read_bytes() for path in Path("mine").iterdir()}
+    with pytest.raises(UserError, match=sentence):
+        run("mine", overwrite=overwrite)
+    assert {path.name: path.read_bytes() for path in Path("mine").iterdir()} == before
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_lock_that_is_not_ours_is_not_touched(overwrite: bool) -> None:
+    mixed()
+    Path("thesis.txt").write_text("years of work")
+    for name in ("link", "text", "folder", "pipe"):
+        Path(name).mkdir()
+    Path("link/.lock").symlink_to("../thesis.txt")
+    Path("text/.lock").write_text("pid 7")
+    Path("folder/.lock").mkdir()
+    os.mkfifo("pipe/.lock")
+    for name in ("link", "folder", "pipe"):
+        with pytest.raises(UserError, match=f"^{name}/.lock must be a regular file, got a link or something else. Ch"):
+            run(name, overwrite=overwrite)
+    with pytest.raises(UserError, match="^text .--out. holds a .lock of something else. Choose another --out.$"):
+        run("text", overwrite=overwrite)
+    Path("part").mkdir()
+    Path("part/completions.json.part").symlink_to("../thesis.txt")
+    with pytest.raises(UserError, match="^part .--out. holds completions.json.part, but no completions.json"):
+        run("part", overwrite=overwrite)
+    assert Path("thesis.txt").read_text() == "years of work"
+    assert Path("text/.lock").read_text() == "pid 7"
 
 
 def test_two_commands_do_not_share_a_folder() -> None:
@@ -542,6 +637,37 @@ def test_prepare_takes_the_folder(tiny_folder: Path) -> None:
     assert done["supervised_tokens"] == sum(len(row["completion_ids"]) for row in rows)
 
 
+def test_prepare_names_a_folder_without_rows(tiny_folder: Path) -> None:
+    written({"prompt": "w9"}, {"prompt": "w9 w9"}, "{nope")
+    run(on_loop="drop")
+    with pytest.raises(UserError) as caught:
+        prepare_dataset([Path("out")], Path("dataset"), target=str(tiny_folder), revision=None, max_length=512)
+    assert str(caught.value) == (
+        "out holds no rows: all of its 3 conversations were refused or left out (ends in a loop: 2, not JSON: 1). "
+        "Generate again with other settings, or leave the folder out."
+    )
+
+
+def test_an_edited_ledger_is_refused(tiny_folder: Path) -> None:
+    mixed()
+    run()
+    path = Path("out/completions.json")
+    text = path.read_text()
+    tree = json.loads(text)
+    changed = json.loads(text)
+    changed["shards"]["0"]["tally"]["tokens"] += 1
+    unsigned = {key: value for key, value in tree.items() if key != "sha256"}
+    for bad in (changed, unsigned, tree | {"sha256": None}):
+        path.write_text(json.dumps(bad))
+        for overwrite in (False, True):
+            with pytest.raises(UserError, match="^out/completions.json was edited or damaged: .* by hand.$"):
+                run(overwrite=overwrite)
+        with pytest.raises(UserError, match="^out/completions.json was edited or damaged"):
+            prepare_dataset([Path("out")], Path("dataset"), target=str(tiny_folder), revision=None, max_length=512)
+    path.write_text(json.dumps(tree))  # set out in another way
+    assert run()["found"] == 25
+
+
 def test_prepare_refuses_what_is_not_finished(tiny_folder: Path) -> None:
     mixed()
 
@@ -559,9 +685,9 @@ def test_prepare_refuses_what_is_not_finished(tiny_folder: Path) -> None:
 def test_prepare_refuses_another_tokenizers_ids(tiny_folder: Path, tmp_path: Path) -> None:
     mixed()
     run()
-    ledger = Path("out/completions.json")
-    tree = json.loads(ledger.read_text())
-    tree["asked"]["tokenizer"] = hashlib.sha256(b"other").hexdigest()
-    ledger.write_text(json.dumps(tree))
+    ledger = load_ledger(Path("out"))
+    assert ledger
+    ledger.asked["tokenizer"] = hashlib.sha256(b"other").hexdigest()
+    save_ledger(Path("out"), ledger)
     with pytest.raises(UserError, match="^out holds ids of the tokenizer of .*Generate with --target"):
         prepare_dataset([Path("out")], Path("dataset"), target=str(tiny_folder), revision=None, max_length=512)

@@ -1,6 +1,7 @@
 """A folder of completions: `completions.json` says what was asked for and vouches for every finished shard.
 
-    completions.json          what was asked for, and of every shard its files with checksums and its counts
+    completions.json          what was asked for, of every shard its files with checksums and its counts, and a
+                              checksum of all that
     completions-00000.jsonl   rows of the first 1,024 lines of the prompt file, in their order
     quarantine-00000.jsonl    what was refused or left out among them, where there is any
     open-00001.log            a shard that is being made (shard_log.py)
@@ -28,11 +29,12 @@ from paceline.data.shard_log import Record
 from paceline.data.writer import settle
 from paceline.records import UserError
 
-VERSION = 1
+VERSION = 2
 NAME = "completions.json"
 SHARD_LINES = 1024  # of the prompt file
 DROPPED = (CUT, LOOP)  # asked for, so no faults
 
+_INSTEAD = "Restore it, generate into another --out, or remove the folder by hand."  # it does not tell whose it is
 _SHARD = re.compile(r"completions-\d{5,}\.jsonl")
 _Checksum = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
@@ -159,7 +161,7 @@ def load_ledger(folder: Path) -> Ledger | None:
     """Return what completions.json says, or None where there is none.
 
     Raises:
-        UserError: it cannot be understood.
+        UserError: it cannot be understood, or is not as it was written.
     """
     path = folder / NAME
     if not path.is_file():
@@ -167,7 +169,12 @@ def load_ledger(folder: Path) -> Ledger | None:
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
         if tree["version"] != VERSION:
-            raise UserError(f"{path} has version {tree['version']}, this program reads {VERSION}. Generate again.")
+            raise UserError(
+                f"{path} has version {tree['version']}, this program reads {VERSION}. Generate again into another "
+                "--out, or remove the folder by hand first."
+            )
+        if tree.pop("sha256", None) != _sha256(tree):
+            raise UserError(f"{path} was edited or damaged: its checksum of itself does not fit. {_INSTEAD}")
         ledger: Ledger = _reader().validate_python(tree)
         return ledger
     except ValidationError as error:  # a ValueError too, but one that speaks in several lines
@@ -175,13 +182,14 @@ def load_ledger(folder: Path) -> Ledger | None:
         reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}, got {first['input']!r:.80}"
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"
-    raise UserError(f"{path} cannot be understood ({reason}). Restore it, or generate into another folder.")
+    raise UserError(f"{path} cannot be understood ({reason}). {_INSTEAD}")
 
 
 def save_ledger(folder: Path, ledger: Ledger) -> None:
     """Put completions.json in place, whole and on the disk."""
     aside = folder / f"{NAME}.part"
-    aside.write_text(json.dumps(asdict(ledger), indent=1) + "\n", encoding="utf-8")
+    tree = asdict(ledger)
+    aside.write_text(json.dumps(tree | {"sha256": _sha256(tree)}, indent=1) + "\n", encoding="utf-8")
     settle(aside, folder / NAME)
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -227,7 +235,7 @@ def shard_files(folder: Path) -> list[Path]:
     """Return the files of rows of a finished folder of completions.
 
     Raises:
-        UserError: it is not finished.
+        UserError: it is not finished, or has no rows.
     """
     ledger = load_ledger(folder)
     if ledger is None or ledger.open_shards:
@@ -240,6 +248,12 @@ def shard_files(folder: Path) -> list[Path]:
     files = [folder / shard.file for _, shard in sorted(ledger.shards.items()) if shard.tally.rows]
     if missing := [file for file in files if not file.is_file()]:
         raise UserError(f"{missing[0]} is missing. Run `paceline generate` again, which makes that shard anew.")
+    if not files:
+        why = ", ".join(f"{reason}: {count:,}" for reason, count in ledger.total.reasons.items())
+        raise UserError(
+            f"{folder} holds no rows: all of its {ledger.conversations:,} conversations were refused or left out "
+            f"({why}). Generate again with other settings, or leave the folder out."
+        )
     return files
 
 
@@ -263,6 +277,11 @@ def check_sources(files: Mapping[Path, str], tokenizer: str, target: str) -> Non
             path = folder / shard.file
             if files.get(path, shard.sha256) != shard.sha256:
                 raise _damaged(path)
+
+
+def _sha256(tree: dict[str, Any]) -> str:
+    """Return the checksum of what completions.json says, however it is set out."""
+    return hashlib.sha256(json.dumps(tree).encode()).hexdigest()
 
 
 def _shown(value: object) -> str:

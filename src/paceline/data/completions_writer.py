@@ -8,12 +8,14 @@ again from the log.
 import errno
 import fcntl
 import hashlib
+import os
 import re
+import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from paceline.data.completions import (
     DROPPED,
@@ -41,7 +43,8 @@ def claimed(folder: Path, *, overwrite: bool) -> Iterator[Ledger | None]:
     A folder into which nothing was written is gone again at the end.
 
     Raises:
-        UserError: another process is in it, it holds something else, or the place cannot be written to.
+        UserError: another process is in it, it holds something that is not ours for certain, or the place cannot be
+            written to.
         RunError: the disk is full or broken.
     """
     if folder.exists() and not folder.is_dir():
@@ -50,7 +53,7 @@ def claimed(folder: Path, *, overwrite: bool) -> Iterator[Ledger | None]:
     with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         _check_own(folder, overwrite=overwrite)
-        lock = (folder / ".lock").open("w")
+        lock = _open_lock(folder)
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -306,15 +309,44 @@ def _is_error(record: Record) -> bool:
 
 
 def _check_own(folder: Path, *, overwrite: bool) -> None:
-    """Refuse a folder with anything in it that is not ours, and one whose ledger is gone unless it is replaced."""
+    """Refuse a folder with anything in it that is not ours: names alone do not say so, a ledger does."""
     found = sorted(path.name for path in folder.iterdir() if path.name != ".lock")
     if foreign := [name for name in found if not _OWN.fullmatch(name.removesuffix(".part"))]:
         raise UserError(
             f"A folder of completions must hold nothing else, got {foreign[0]} in {folder} (--out). Move that away, or "
             "choose another --out."
         )
-    if NAME not in found and not overwrite and any(not name.endswith(".part") for name in found):
+    if load_ledger(folder) is not None:
+        return
+    begun = folder / f"{NAME}.part"  # which a kill leaves of the first writing
+    if any(name != begun.name for name in found) or begun.is_symlink():
         raise UserError(
-            f"{folder} (--out) holds completions, but no {NAME} that says what was asked for. Restore it, choose "
-            "another --out, or add --overwrite."
+            f"{folder} (--out) holds {found[0]}, but no {NAME} that says what was asked for"
+            f"{', so --overwrite replaces nothing' if overwrite else ''}. Restore that file, choose another --out, or "
+            "remove the folder by hand."
         )
+    lock = folder / ".lock"
+    if not found and lock.is_file() and not lock.is_symlink() and lock.stat().st_size:  # ours is empty
+        raise UserError(f"{folder} (--out) holds a .lock of something else. Choose another --out.")
+
+
+def _open_lock(folder: Path) -> IO[bytes]:
+    """Open the lock, which is left as it is where it is there.
+
+    Raises:
+        UserError: it is no file of ours.
+    """
+    path = folder / ".lock"
+    handle = None
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        regular = stat.S_ISREG(os.fstat(handle).st_mode)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):  # a link, a folder, a socket
+            raise
+        regular = False
+    if handle is None or not regular:
+        if handle is not None:
+            os.close(handle)
+        raise UserError(f"{path} must be a regular file, got a link or something else. Choose another --out.")
+    return os.fdopen(handle, "r+b", buffering=0)

@@ -1,5 +1,6 @@
 """Prompts from a JSONL file: one object a line, {"prompt": text} or {"messages": [...]}, as messages.py reads them.
 
+`system` and `tools` may stand beside either.
 Every prompt remembers its file and line, so that whatever is wrong with it later can be found. Its key is its own `id`,
 else its line. A file is read line by line, as often as it is iterated; a program's prompts are lines too.
 """
@@ -77,6 +78,14 @@ class PromptLines:
             BadRow: the line is not as it should be; the message names its place.
         """
         return _prompt(raw, self.place(line), line)
+
+    def own_id(self, line: int, raw: bytes) -> str | None:
+        """Return a line's own id, also of a line that is refused; None: it has none, or none that can be read."""
+        try:
+            row = _parsed(raw, self.place(line), line)
+            return None if row.get("id") is None else _key(row["id"], self.place(line), line)
+        except BadRow:
+            return None
 
     def _raw(self) -> Iterator[bytes]:
         if not isinstance(self._source, Path):
@@ -158,8 +167,10 @@ def check_room(place: str, tokens: int, max_new_tokens: int, what: str, limit: i
 def _prompt(raw: bytes, place: str, line: int) -> Prompt:
     row = _parsed(raw, place, line)
     key = _key(row.get("id"), place, line)
+    if is_conversation(row) and row.get("prompt") is not None:
+        raise BadRow("unknown form", f'{place} must have "prompt" or "messages", got both. Leave one of them out.')
     if isinstance(row.get("prompt"), str) and row["prompt"].strip():
-        return Prompt([{"role": "user", "content": row["prompt"]}], place, key)
+        row["messages"] = [{"role": "user", "content": row["prompt"]}]
     if not is_conversation(row):
         found = str(sorted(row))[:80]
         raise BadRow(

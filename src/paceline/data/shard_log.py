@@ -17,7 +17,7 @@ from typing import Any, cast
 from paceline.data.writer import settle
 
 Key = tuple[int, int]  # line of the prompt, which of its completions
-Record = dict[str, Any]  # line, copy, over: nothing follows; and whatever its writer keeps
+Record = dict[str, Any]  # line, copy, over: nothing follows; rows, and left_out: why something is not among them
 
 _SYNC_S = 10.0
 
@@ -135,6 +135,20 @@ def _record(line: bytes) -> Record | None:
     body = line[9:]
     try:
         whole = line[8:9] == b" " and int(line[:8], 16) == zlib.crc32(body)
-    except ValueError:
+        record = json.loads(body) if whole else None
+    except (ValueError, RecursionError):
         return None
-    return cast(Record, json.loads(body)) if whole else None
+    return record if _is_record(record) else None
+
+
+def _is_record(value: Any) -> bool:
+    """Return whether a value has what every record has."""
+    return (
+        isinstance(value, dict)
+        and type(value.get("line")) is int
+        and type(value.get("copy")) is int
+        and isinstance(value.get("over"), bool)
+        and isinstance(value.get("rows"), list)
+        and all(isinstance(row, dict) for row in value["rows"])
+        and isinstance(value.get("left_out", 0), dict | None)
+    )

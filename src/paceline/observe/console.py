@@ -1,15 +1,19 @@
 """What a person sees while a verb works: stages, a progress bar, tables. Plain lines when not a terminal."""
 
+import io
+import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Protocol, runtime_checkable
+from contextlib import contextmanager, suppress
+from typing import IO, Any, Protocol, runtime_checkable
 
 from rich.console import Console as RichConsole
 from rich.console import RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
+
+from paceline.records import RunError
 
 PLAIN_EVERY_S = 5.0  # a line at most this often where there is no terminal
 
@@ -35,15 +39,18 @@ class Console:
     def __init__(self, *, json: bool = False) -> None:
         self.rich = RichConsole(stderr=json, highlight=False, soft_wrap=False)
         self._began = time.monotonic()
+        stream = self.rich.file
+        if isinstance(stream, io.TextIOWrapper):  # one that has no such letter shows its number, and goes on
+            stream.reconfigure(errors="backslashreplace")
 
     def line(self, text: str) -> None:
         """Print one line."""
-        self.rich.print(text, markup=False, soft_wrap=not self.rich.is_terminal)  # a log's paths stay whole
+        self._print(text, markup=False, soft_wrap=not self.rich.is_terminal)  # a log's paths stay whole
 
     def stage(self, title: str) -> None:
         """Print a heading with the time since the start."""
         minutes, seconds = divmod(int(time.monotonic() - self._began), 60)
-        self.rich.print(f"[bold]{minutes:02d}:{seconds:02d} {title}[/bold]")
+        self._print(f"[bold]{minutes:02d}:{seconds:02d} {title}[/bold]")
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Print a table of right-aligned columns."""
@@ -52,7 +59,7 @@ class Console:
             table.add_column(name, justify="right", no_wrap=True)
         for row in rows:
             table.add_row(*row)
-        self.rich.print(table)
+        self._print(table)
 
     @property
     def shows_time_left(self) -> bool:
@@ -66,6 +73,21 @@ class Console:
             yield from self._bar(what, total)
         else:
             yield from self._lines(what, total)
+
+    def _print(self, what: RenderableType, **how: Any) -> None:
+        """Print.
+
+        Raises:
+            RunError: the stream cannot be written, a full disk's perhaps.
+        """
+        try:
+            self.rich.print(what, **how)
+        except BrokenPipeError:  # who read has read enough
+            raise
+        except OSError as error:
+            _give_up(self.rich.file)
+            name = "error" if self.rich.stderr else "output"
+            raise RunError(f"Standard {name} cannot be written: {error.strerror}. Send it somewhere else.") from None
 
     def _bar(self, what: str, total: int | None) -> Iterator[Tick]:
         columns = (
@@ -89,7 +111,7 @@ class Console:
 
         def show(done: int, of: int | None, note: str) -> None:
             share = "" if not of else f"/{of} {100 * done / of:.0f}%"
-            self.rich.print(f"  {what} {done}{share} {note}".rstrip(), markup=False, soft_wrap=True)
+            self._print(f"  {what} {done}{share} {note}".rstrip(), markup=False, soft_wrap=True)
 
         def tick(done: int, total: int | None = total, note: str = "") -> None:
             nonlocal shown, last
@@ -101,3 +123,11 @@ class Console:
         yield tick
         if last is not None:
             show(*last)
+
+
+def _give_up(stream: IO[str]) -> None:
+    """Send what a stream still holds nowhere, or Python's end would fail on it once more."""
+    with suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)

@@ -68,7 +68,11 @@ class Conversations:
             for request, outcome in completer.complete(self._requests()):
                 self._take(request, outcome)
                 on_progress()
-                _check(self._writer.ledger, self._writer.total.errors, max_refused, f"See {self._writer.folder}.")
+                self._check_refused(max_refused)
+        self._check_refused(max_refused)  # what is refused before it is asked comes with no answer
+
+    def _check_refused(self, most: float) -> None:
+        _check(self._writer.ledger, self._writer.total.errors, most, f"See {self._writer.folder}.")
 
     def _requests(self) -> Iterator[Request]:
         while True:
@@ -92,7 +96,7 @@ class Conversations:
                 chunks = questions(prompt.messages, self._turns)
             except BadRow as error:
                 for key in todo:
-                    self._refuse(key, _name(str(line), key, len(keys)), raw, error)
+                    self._refuse(key, raw, error)
                 continue
             for key in todo:
                 talk = self._talk(key, prompt, chunks, raw, copies=len(keys))
@@ -110,7 +114,7 @@ class Conversations:
         try:
             ids = conversation.ask()
         except BadRow as error:
-            self._refuse(talk.key, conversation.name, talk.raw, error)
+            self._refuse(talk.key, talk.raw, error)
             return None
         if ids is None:
             self._keep(talk)
@@ -122,7 +126,7 @@ class Conversations:
             talk = self._asked.pop(request.key)
         conversation = talk.conversation
         if isinstance(outcome, PacelineError):
-            return self._refuse(talk.key, conversation.name, talk.raw, outcome, conversation)
+            return self._refuse(talk.key, talk.raw, outcome, conversation)
         conversation.answer(outcome)
         if conversation.over:
             return self._keep(talk)
@@ -137,19 +141,18 @@ class Conversations:
         if conversation.dropped:
             reason, row = conversation.dropped
             detail = f"{self._lines.place(talk.key[0])}: the answer {reason}."
-            left_out = self._entry(talk.key, conversation.name, reason, detail, row)
+            left_out = self._entry(talk.key, talk.raw, reason, detail, row)
         self._writer.keep(talk.key, conversation.rows, over=conversation.over, left_out=left_out)
 
-    def _refuse(
-        self, key: Key, name: str, raw: bytes, error: PacelineError, conversation: Conversation | None = None
-    ) -> None:
+    def _refuse(self, key: Key, raw: bytes, error: PacelineError, conversation: Conversation | None = None) -> None:
         reason = error.reason if isinstance(error, BadRow) else "no completion"
-        entry = self._entry(key, name, reason, str(error), _plain(raw))
+        entry = self._entry(key, raw, reason, str(error), _plain(raw))
         self._writer.keep(key, conversation.rows if conversation else [], over=True, left_out=entry)
 
-    def _entry(self, key: Key, name: str, reason: str, detail: str, row: Any) -> dict[str, Any]:
+    def _entry(self, key: Key, raw: bytes, reason: str, detail: str, row: Any) -> dict[str, Any]:
+        own = self._lines.own_id(key[0], raw)  # a line's number may be the id of another
         return {
-            "id": name,
+            "id": None if own is None else _name(own, key, self._writer.ledger.samples),
             "file": self._lines.name,
             "line": key[0],
             "reason": reason,

@@ -56,10 +56,9 @@ def prepared_text(summary: dict[str, Any]) -> str:
 
 def generated_text(summary: dict[str, Any]) -> str:
     """Return what came of the prompts of `generate`."""
-    new = summary["conversations"] - summary["found"]
     lines = [
-        f"Wrote {new:,} completions to {summary['completions']}"
-        + (f"; {summary['found']:,} were there already." if summary["found"] else "."),
+        f"Finished {summary['conversations']:,} conversations in {summary['completions']}"
+        + (f"; {summary['found']:,} of them earlier." if summary["found"] else "."),
         f"{summary['rows']:,} rows, {summary['tokens_generated']:,} tokens; {summary['stopped']:,} answers stopped, "
         f"{summary['cut_at_max_new_tokens']:,} were cut.",
     ]
