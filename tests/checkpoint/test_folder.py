@@ -116,3 +116,12 @@ def test_a_damaged_run_folder_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "drafter" / "model.safetensors").write_bytes(b"12345678")
     with pytest.raises(UserError, match="missing or damaged"):
         load_weights(tmp_path)
+
+
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("kept")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(UserError, match="cannot be written to"), claimed(tmp_path / "run"):
+        pass
+    assert (tmp_path / "precious").read_text() == "kept"

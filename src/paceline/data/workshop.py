@@ -72,7 +72,8 @@ def workshop(out: Path) -> Iterator[Path]:
     _check_own(out)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("w")
+        # Never through a link, and without emptying what is there.
+        lock = os.fdopen(os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+")
     except OSError as error:
         raise cannot_write(out, error) from None
     with lock:
