@@ -102,6 +102,8 @@ def test_a_step_never_waits_for_the_device(model: torch.nn.Module, sampling: Sam
     complete(engine, [Request(i, (5,) * 20, 40) for i in range(8)])
     torch.cuda.set_sync_debug_mode("error")
     try:
+        with pytest.raises(RuntimeError, match="synchroniz"):  # so the mode sees what waits
+            engine._rows.place_R[0].item()
         for _ in range(3):
             engine._step(8, 128)
     finally:

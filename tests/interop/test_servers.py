@@ -254,4 +254,5 @@ def test_a_server_that_is_killed_loses_nothing(
         request, outcome = next(results)
         process.send_signal(signal.SIGKILL)
         done = {request.key: outcome} | {request.key: outcome for request, outcome in results}
+    assert done.keys() == {request.key for request in asked}
     compare("two servers, one killed", done, own, facts.folder)

@@ -21,10 +21,10 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter
 
 from paceline.data.conversation import CUT, LOOP, answer_tokens
-from paceline.data.manifest import Count
+from paceline.data.manifest import Count, what_is_wrong
 from paceline.data.shard_log import Record
 from paceline.data.writer import settle
 from paceline.records import UserError
@@ -177,11 +177,8 @@ def load_ledger(folder: Path) -> Ledger | None:
             raise UserError(f"{path} was edited or damaged: its checksum of itself does not fit. {_INSTEAD}")
         ledger: Ledger = _reader().validate_python(tree)
         return ledger
-    except ValidationError as error:  # a ValueError too, but one that speaks in several lines
-        first = error.errors()[0]
-        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}, got {first['input']!r:.80}"
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        reason = f"{type(error).__name__}: {error}"
+        reason = what_is_wrong(error)
     raise UserError(f"{path} cannot be understood ({reason}). {_INSTEAD}")
 
 

@@ -95,12 +95,17 @@ def load_manifest(folder: Path) -> Manifest:
             check_file_name(shard.file)
         _check_sums(manifest)
         return manifest
-    except ValidationError as error:  # a ValueError too, but one that speaks in several lines
-        first = error.errors()[0]
-        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}, got {first['input']!r:.80}"
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        reason = f"{type(error).__name__}: {error}"
+        reason = what_is_wrong(error)
     raise UserError(f"{path} cannot be understood ({reason}). Prepare it again.")
+
+
+def what_is_wrong(error: Exception) -> str:
+    """Return in one line why a file of ours could not be read."""
+    if not isinstance(error, ValidationError):
+        return f"{type(error).__name__}: {error}"
+    first = error.errors()[0]  # it speaks in several lines
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}, got {first['input']!r:.80}"
 
 
 def check_file_name(name: str) -> None:

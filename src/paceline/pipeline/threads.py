@@ -7,7 +7,8 @@ drafter sees the same stream with one replica as with five.
 import shutil
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from threading import BrokenBarrierError
 
@@ -95,22 +96,7 @@ def train_in_threads(
     gate = Gate()
     source = Dispenser(ahead, on_end=channel.finish)
     cache = make_cache(pipeline, Path(settings.run_dir))
-    targets = [
-        TargetReplica(
-            index,
-            device,
-            facts=facts,
-            taps=settings.drafter.taps,
-            dtype=getattr(torch, settings.target.dtype),
-            wire=getattr(torch, settings.train.dtype),
-            largest=largest,
-            source=iter(source),
-            cache=cache,
-            deliver=channel.put,
-            gate=gate,
-        )
-        for index, device in enumerate(pipeline.targets)
-    ]
+    targets = _replicas(settings, facts, largest, source, cache, channel, gate)
     dealer = Dealer(channel, len(pipeline.drafters))
     meeting = Meeting(len(pipeline.drafters))
 
@@ -121,13 +107,11 @@ def train_in_threads(
             channel.stop()
             ahead.close()
 
-    def on_warm(step: DrafterStep) -> None:
+    def on_warm(rank: int, step: DrafterStep) -> None:
         if start is not None:
             step.restore(start.tensors())
-
-    def on_warm_first(step: DrafterStep) -> None:
-        on_warm(step)
-        saver.prepare(step.state())
+        if rank == 0:
+            saver.prepare(step.state())
 
     ranks = [
         DrafterRank(
@@ -145,7 +129,7 @@ def train_in_threads(
             policy=policy,
             gate=gate,
             alarm=on_recompile,
-            on_warm=on_warm if rank else on_warm_first,
+            on_warm=partial(on_warm, rank),
             stopping=stopping,
             between_steps=between_steps,
         )
@@ -177,13 +161,36 @@ def train_in_threads(
     )
     if policy != "eager":
         warm_compiler(pipeline.drafters[0])
-    try:
-        with settled:
-            supervisor.run(pipeline.ready_timeout_s)
-    finally:
-        ahead.close()
-        cache.close()
+    with closing(cache), closing(ahead), settled:
+        supervisor.run(pipeline.ready_timeout_s)
     return ranks[0].drafter, sum(rank.recompiles for rank in ranks)
+
+
+def _replicas(
+    settings: RunSettings,
+    facts: TargetFacts,
+    largest: TokenBatch,
+    source: Dispenser,
+    cache: FeatureCache,
+    channel: OrderedChannel,
+    gate: Gate,
+) -> list[TargetReplica]:
+    return [
+        TargetReplica(
+            index,
+            device,
+            facts=facts,
+            taps=settings.drafter.taps,
+            dtype=getattr(torch, settings.target.dtype),
+            wire=getattr(torch, settings.train.dtype),
+            largest=largest,
+            source=iter(source),
+            cache=cache,
+            deliver=channel.put,
+            gate=gate,
+        )
+        for index, device in enumerate(settings.pipeline.targets)
+    ]
 
 
 def make_cache(pipeline: PipelineSettings, run: Path) -> FeatureCache:
