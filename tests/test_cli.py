@@ -24,7 +24,8 @@ from transformers import PreTrainedModel
 
 from paceline import __version__, cli
 from paceline.cli_options import read_template_arg
-from paceline.config import DrafterSettings, RunSettings, dump_settings, load_settings
+from paceline.config import DrafterSettings, RunSettings
+from paceline.config_file import dump_settings, load_settings
 from paceline.data.completions import shard_files
 from paceline.data.store import open_dataset
 from paceline.records import PacelineError, RunError, UserError

@@ -7,16 +7,8 @@ from typing import Any
 
 import pytest
 
-from paceline.config import (
-    DataSettings,
-    DrafterSettings,
-    PipelineSettings,
-    RunSettings,
-    TargetSettings,
-    TrainSettings,
-    dump_settings,
-    load_settings,
-)
+from paceline.config import DataSettings, DrafterSettings, PipelineSettings, RunSettings, TargetSettings, TrainSettings
+from paceline.config_file import dump_settings, load_settings
 from paceline.recipes.init import default_taps
 from paceline.records import UserError
 

@@ -26,7 +26,8 @@ from paceline.cli_options import (
     finish,
     read_template_arg,
 )
-from paceline.config import RunSettings, load_settings
+from paceline.config import RunSettings
+from paceline.config_file import load_settings
 from paceline.observe.console import Console
 from paceline.records import INTERRUPTED_STATUS, Interrupted, PacelineError, UserError
 

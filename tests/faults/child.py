@@ -1,12 +1,15 @@
 """What a forked process runs: `paceline` with ARGUMENTS, its output in OUTPUT; see conftest.
 
-SLOW_S lengthens every sync of a checkpoint's file, and steps.
+SLOW_S lengthens every sync of a checkpoint's file, and steps. FAULT, unless None, is the name of a file in this folder
+and the keyword arguments of its `inject`, which breaks something in this process.
 """
 
 import os
+import runpy
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 import torch
 
@@ -38,6 +41,9 @@ if SLOW_S:
         step(self, lr)
 
     DrafterStep.update = update
+
+if FAULT is not None:
+    runpy.run_path(str(Path(FOLDER, f"{FAULT[0]}.py")))["inject"](**FAULT[1])
 
 sys.argv = ["paceline", *ARGUMENTS]
 cli.main()

@@ -11,6 +11,7 @@ import runpy
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from paceline.config import RunSettings, dump_settings
+from paceline.config import RunSettings
+from paceline.config_file import dump_settings
 
 CHILD = Path(__file__).with_name("child.py")
 Changes = dict[str, dict[str, object]]
@@ -66,6 +68,46 @@ class Child:
         return f"{saves} saves later, {wanted}"
 
 
+class Survival:
+    """What was survived of every fault; printed at the end of the session."""
+
+    def __init__(self) -> None:
+        self._lost: dict[str, list[str | None]] = {}
+
+    @contextmanager
+    def trial(self, fault: str, seed: object) -> Iterator[None]:
+        """Count what happens in the block as one more time that `fault` was survived, or not."""
+        try:
+            yield
+        except BaseException as error:
+            self._lost.setdefault(fault, []).append(f"{seed}: {str(error).splitlines()[0][:80]}")
+            raise
+        self._lost.setdefault(fault, []).append(None)
+
+    def lines(self) -> list[str]:
+        """Return a table with a line a fault, and under it the seeds that were lost."""
+        found = []
+        for fault, times in sorted(self._lost.items()):
+            lost = [time for time in times if time is not None]
+            found.append(f"{fault:60s} {len(times) - len(lost):3d} / {len(times):3d}")
+            found += [f"    lost: {time}" for time in lost]
+        return found
+
+
+_SURVIVAL = Survival()
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if lines := _SURVIVAL.lines():
+        terminalreporter.section("faults: survived / total")
+        terminalreporter.write_line("\n".join(lines))
+
+
+@pytest.fixture
+def survival() -> Survival:
+    return _SURVIVAL
+
+
 class Lab:
     """Makes runs of 14 steps over more than one epoch, saved every second step, and looks at what they leave."""
 
@@ -81,12 +123,16 @@ class Lab:
         (self._folder / f"{name}.yaml").write_text(dump_settings(RunSettings.model_validate(tree)))
         return self._folder / name
 
-    def train(self, run: Path, *options: str, slow_s: float = 0.0) -> Child:
-        """Start `paceline train`, with --resume where there is a run. `slow_s`: see child.py."""
+    def train(
+        self, run: Path, *options: str, slow_s: float = 0.0, fault: tuple[str, dict[str, object]] | None = None
+    ) -> Child:
+        """Start `paceline train`, with --resume where there is a run. `slow_s` and `fault`: see child.py."""
         given = {
             "ARGUMENTS": ["train", f"{run}.yaml", *options, *["--resume"] * (run / "settings.yaml").exists()],
             "OUTPUT": str(self._folder / f"output-{len(self.children)}.txt"),
             "SLOW_S": slow_s,
+            "FAULT": fault,
+            "FOLDER": str(CHILD.parent),
             "TEMP": str(self._folder / "tmp"),
         }
         process = self._server.Process(target=runpy.run_path, args=(str(CHILD), given, "__main__"))

@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from paceline.config import RunSettings, dump_settings, load_settings
+from paceline.config import RunSettings
+from paceline.config_file import dump_settings, load_settings
 from paceline.data.prefetch import Prefetch
 from paceline.drafter.model import Drafter
 from paceline.observe.console import Console

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.config import PipelineSettings, load_settings
+from paceline.config import PipelineSettings
+from paceline.config_file import load_settings
 from paceline.recipes.init import choose_mask_token, drafter_for, init, pipeline_for
 from paceline.records import UserError
 from paceline.target.load import TargetFacts, describe

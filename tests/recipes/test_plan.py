@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from paceline.config import DataSettings, RunSettings, TargetSettings, dump_settings, load_settings
+from paceline.config import DataSettings, RunSettings, TargetSettings
+from paceline.config_file import dump_settings, load_settings
 from paceline.data.mixture import Mixture, coverage, first_table, open_mixture
 from paceline.observe.console import Console
 from paceline.recipes import plan as recipe

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from paceline.config import RunSettings, dump_settings
+from paceline.config import RunSettings
+from paceline.config_file import dump_settings
 
 pytestmark = pytest.mark.system
 

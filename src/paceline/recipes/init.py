@@ -6,15 +6,8 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from paceline.config import (
-    DataSettings,
-    DrafterSettings,
-    PipelineSettings,
-    RunSettings,
-    TargetSettings,
-    dump_settings,
-    explain,
-)
+from paceline.config import DataSettings, DrafterSettings, PipelineSettings, RunSettings, TargetSettings
+from paceline.config_file import dump_settings, explain
 from paceline.records import UserError
 from paceline.target.load import TargetFacts, describe, load_tokenizer
 from paceline.target.model import check_taps

@@ -4,7 +4,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from paceline.config import DataSettings, RunSettings, TrainSettings, load_settings
+from paceline.config import DataSettings, RunSettings, TrainSettings
+from paceline.config_file import load_settings
 from paceline.data.manifest import Origin
 from paceline.data.mixture import Coverage, Mixture, coverage, first_table, open_mixture
 from paceline.data.plan import BucketTable

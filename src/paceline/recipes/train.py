@@ -11,7 +11,8 @@ from paceline.checkpoint.drafter import DrafterMeta, save_drafter, save_provenan
 from paceline.checkpoint.folder import claimed, write_whole
 from paceline.checkpoint.saver import Saver
 from paceline.checkpoint.store import Saved
-from paceline.config import RunSettings, dump_settings
+from paceline.config import RunSettings
+from paceline.config_file import dump_settings
 from paceline.data import loader
 from paceline.data.mixture import Mixture, first_table, open_mixture
 from paceline.data.plan import BucketTable
