@@ -38,11 +38,17 @@ def no_processes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Children that answer at once; returns the numbers of rows that `prepare` was given."""
     given: list[int] = []
     passes: list[bool] = []
+    long_passes: list[float] = []
 
     def child(job: str, *arguments: object) -> dict[str, Any]:
         if job == "open":
             assert load_manifest(Path(str(arguments[0]))).rows == 3000
             return {"open_s": 0.1, "plan_s": 0.5, "resident_mib": 120.0}
+        if job == "load" and len(arguments) == 2:
+            assert load_manifest(Path(str(arguments[0]))).rows == 3000
+            assert arguments[1] == data.LONG_PASS_ROWS
+            long_passes.append(103.0 if len(long_passes) >= data.PASSES else 100.0)
+            return {"tokens": 10_000_000, "seconds": 1.0, "held_mib": [99.0, 100.0], "peak_mib": long_passes[-1]}
         if job == "load":
             many = len(given) and given[-1] == 20_000
             passes.append(many)
@@ -82,11 +88,14 @@ def test_figures_and_table(
     assert no_processes == [40, 10] * 3 + [10_000, 20_000]
     met = {bar["name"]: bar["met"] for bar in result["bars"]}
     missed = [name for name, fine in met.items() if fine is False]
-    assert missed == ["memory of the loader, in a pass", "  its peak, with planning, by size"]
+    assert missed == ["memory of the loader, short rows", "  its peak by size, short rows"]
     assert len(result["loader_memory"]["held_mib"][1]) == data.PASSES, "and the median counts, not the outlier"
     assert result["loader_memory"]["most_mib"] == [102.0, 96.0]
     assert result["loader_memory"]["ratio_in_a_pass"] == pytest.approx(96 / 90)
     assert result["loader_memory"]["ratio_of_sizes"] == pytest.approx(1.08), "of the peaks, not of the looks"
+    long = result["loader_memory_long_rows"]
+    assert (long["rows"], long["peak_mib"]) == ([10_000, 20_000], [[100.0] * 3, [103.0] * 3])
+    assert long["ratio_of_sizes"] == pytest.approx(1.03)
     printed = console[1].getvalue().splitlines()
     assert max(map(len, printed)) <= 80
     assert any(line.split()[-1] == "NO" and "+8.0%" in line for line in printed)
@@ -182,6 +191,13 @@ def test_a_pass_of_the_loader_in_a_child(tmp_path: Path) -> None:
     found = run_child("load", tmp_path / "data")
     assert (found["rows"], found["tokens"]) == (300, int(lengths.sum()))
     assert 10 < min(found["held_mib"]) <= found["peak_mib"] + 1
+
+
+def test_a_pass_that_is_ended_early(tmp_path: Path) -> None:
+    write_sparse_dataset(tmp_path / "data", run_lengths(3000))
+    found = run_child("load", tmp_path / "data", 1000)
+    assert 1000 <= found["rows"] < 1100
+    assert len(found["held_mib"]) == child._LOOKS
 
 
 def test_rows_are_all_different(tmp_path: Path) -> None:

@@ -1,20 +1,24 @@
 """Arrays as long as an epoch: what they hold, whose memory it is, and that no piece of them is lost at a seam."""
 
+import itertools
 import tracemalloc
 import weakref
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from paceline.bench.memory import memory_of
 from paceline.bench.sparse import write_sparse_dataset
 from paceline.config import DataSettings, TrainSettings
 from paceline.data import arrays, loader, mixture, packing, plan_order
 from paceline.data import plan as planning
-from paceline.data.arrays import histogram, joined, long_array, pick
+from paceline.data.arrays import Marks, histogram, joined, long_array, pick, put
 from paceline.data.loader import cut_epoch
 from paceline.data.mixture import batches_of_epochs, open_mixture
 from paceline.data.plan import plan
@@ -32,6 +36,8 @@ def test_pieces_make_what_the_whole_makes(monkeypatch: pytest.MonkeyPatch, size:
     picked = pick(values, places)
     assert picked.dtype == np.int8
     assert picked.tolist() == values[places].tolist()
+    order = rng.permutation(size).astype(np.int32)
+    assert put(picked, order)[order].tolist() == picked.tolist()
     assert histogram(picked).tolist() == (np.bincount(picked).tolist() or [0])
 
 
@@ -42,6 +48,19 @@ def test_joined_numbers_take_as_few_bytes_as_the_largest_needs(largest: int, dty
     assert (made.tolist(), made.dtype) == ([3, 1, largest, 0], np.dtype(dtype))
     assert joined(lambda: parts, np.int32).dtype == np.int32
     assert joined(list).tolist() == []
+
+
+@given(places=st.sets(st.integers(0, 59)), cuts=st.sets(st.integers(0, 59), min_size=2))
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_marks_are_where_they_were_set(places: set[int], cuts: set[int]) -> None:
+    marks, ends = Marks(60), sorted(cuts)
+    for first, behind in zip([0, *ends], [*ends, 60], strict=True):
+        mine = [place for place in sorted(places) if first <= place < behind]
+        if mine:
+            marks.set(np.array(mine))
+    for first, behind in itertools.combinations([0, *ends, 60], 2):
+        assert marks.between(first, behind).tolist() == [place in places for place in range(first, behind)]
+    assert marks.bits.nbytes == 8
 
 
 def test_large_arrays_are_no_memory_of_malloc() -> None:
@@ -98,12 +117,15 @@ def test_batches_are_cut_alike_however_many_together(monkeypatch: pytest.MonkeyP
     offsets = np.cumsum([0, *rng.integers(1, 30, 200)])
     lengths, anchors = rng.integers(1, 64, offsets[-1]), rng.integers(0, 8, offsets[-1])
     limits = TrainSettings(context_slots=100, anchor_slots=20, anchors_per_sample=8)
-    whole = loader.cut_batches(lengths, anchors, offsets, limits)
+
+    def ends() -> list[int]:
+        told = lambda first, behind: (lengths[first:behind], anchors[first:behind])  # noqa: E731
+        return np.concatenate(list(loader.cut_batches(told, offsets, limits))).tolist()
+
+    whole = ends()
     for piece in (1, 40):
         monkeypatch.setattr(loader, "PIECE", piece)
-        cut = loader.cut_batches(lengths, anchors, offsets, limits)
-        assert [part.tolist() for part in cut] == [part.tolist() for part in whole]
-        assert [part.dtype for part in cut] == [part.dtype for part in whole]
+        assert ends() == whole
 
 
 def whole_and_half(tmp_path: Path, rows: int, layout: str, datasets: int) -> DataSettings:
@@ -124,14 +146,16 @@ def test_an_epoch_of_several_datasets_is_the_same_in_small_pieces(
     data, train = whole_and_half(tmp_path, 300, layout, 2), TrainSettings()
     opened = open_mixture(data)
 
-    def cuts() -> list[tuple[list[int], np.dtype]]:
+    def cuts() -> list[Any]:
         made = cut_epoch(opened, data, train, epoch=1, edges=opened.edges(data))
-        parts = (made.rows_N, made.passes_N, made.starts, made.batch_U, made.width_U)
-        return [(part.tolist(), part.dtype) for part in parts]
+        parts = (made.rows_N, made.passes_N, made.cut_ends.bits, made.batch_ends.bits)
+        told = [(part.tolist(), part.dtype) for part in parts]
+        return [*told, list(made.runs(0)), list(made.runs(3)), made.largest(opened.lengths)]
 
     whole = cuts()
     for module in (arrays, loader, mixture, plan_order):
         monkeypatch.setattr(module, "PIECE", piece)
+    monkeypatch.setattr(loader, "_SPREAD", piece)
     assert cuts() == whole
 
 
@@ -158,16 +182,17 @@ def test_planning_asks_malloc_for_no_array_of_all_rows(tmp_path: Path, layout: s
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("datasets", "most"), [(1, 7.5), (2, 9.5)])
+@pytest.mark.parametrize(("datasets", "slots", "most"), [(1, 8192, 6.8), (2, 8192, 8.4), (1, 64, 6.8)])
 def test_planning_holds_little_more_of_a_row_than_its_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, datasets: int, most: float
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, datasets: int, slots: int, most: float
 ) -> None:
     """Memory of a pass is to be flat, and so is its peak, which planning may be: 5 % of 160 MiB are 8.4 bytes a row.
 
-    Looked at whenever an array of rows comes or goes, at which time the others are filled.
+    With 64 slots nearly every row is a micro-batch of its own, as long rows are. Looked at whenever an array of rows
+    comes or goes, at which time the others are filled.
     """
     rows = 1_000_000
-    data, train = whole_and_half(tmp_path, rows, layout, datasets), TrainSettings()
+    data, train = whole_and_half(tmp_path, rows, layout, datasets), TrainSettings(context_slots=slots)
     opened = open_mixture(data)
     edges = opened.edges(data)
     looks: list[float] = []
@@ -190,3 +215,17 @@ def test_planning_holds_little_more_of_a_row_than_its_place(
     assert len(made.rows_N) == rows
     assert (looks[-1] - before) / rows >= 4, "the rows themselves are seen"
     assert (max(looks) - before) / rows <= most
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_micro_batch_of_one_row_costs_two_bits(tmp_path: Path, layout: str) -> None:
+    """Long rows make nearly as many micro-batches as there are rows: no number of each may stay for the whole epoch."""
+    rows = 20_000
+    data, train = whole_and_half(tmp_path, rows, layout, 1), TrainSettings(context_slots=64)
+    opened = open_mixture(data)
+    made = cut_epoch(opened, data, train, epoch=1, edges=opened.edges(data))
+    assert sum(1 for _ in made.runs(0)) > 0.9 * rows
+    parts = [getattr(made, field.name) for field in fields(made)]
+    arrays = [part.bits if isinstance(part, Marks) else part for part in parts]
+    held = sum(part.nbytes for part in arrays if isinstance(part, np.ndarray) and any(part.strides))
+    assert 4 * rows <= held <= 4.5 * rows

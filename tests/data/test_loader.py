@@ -125,6 +125,15 @@ def cut_batch(lengths: list[int], anchors: list[int], train: TrainSettings) -> l
     return [*parts, (start, len(lengths))]
 
 
+def cut_together(
+    lengths: np.ndarray, anchors: np.ndarray, offsets: np.ndarray, train: TrainSettings
+) -> list[tuple[int, int]]:
+    """All batches as the loader cuts them."""
+    pieces = cut_batches(lambda first, behind: (lengths[first:behind], anchors[first:behind]), offsets, train)
+    ends = np.concatenate(list(pieces)).tolist()
+    return list(zip([0, *ends], ends, strict=False))
+
+
 @pytest.mark.parametrize(
     ("lengths", "anchors", "want"),
     [
@@ -139,8 +148,7 @@ def cut_batch(lengths: list[int], anchors: list[int], train: TrainSettings) -> l
 def test_full_slots_are_used(lengths: list[int], anchors: list[int], want: list[tuple[int, int]]) -> None:
     settings = train(anchors_per_sample=12)
     assert cut_batch(lengths, anchors, settings) == want
-    starts, _ = cut_batches(np.array(lengths), np.array(anchors), np.array([0, len(lengths)]), settings)
-    assert starts.tolist() == [start for start, _ in want] + [len(lengths)]
+    assert cut_together(np.array(lengths), np.array(anchors), np.array([0, len(lengths)]), settings) == want
 
 
 @given(
@@ -153,14 +161,12 @@ def test_all_batches_are_cut_at_once_as_each_alone(batches: list[list[tuple[int,
     limits = train(anchors_per_sample=12)
     offsets = np.cumsum([0, *map(len, batches)])
     lengths, anchors = np.array([row for batch in batches for row in batch], dtype=np.int32).T
-    starts, batch_of = cut_batches(lengths, anchors, offsets, limits)
     want = [
-        (int(offset) + start, index)
-        for index, (offset, batch) in enumerate(zip(offsets, batches, strict=False))
-        for start, _ in cut_batch([length for length, _ in batch], [count for _, count in batch], limits)
+        (int(offset) + start, int(offset) + end)
+        for offset, batch in zip(offsets, batches, strict=False)
+        for start, end in cut_batch([length for length, _ in batch], [count for _, count in batch], limits)
     ]
-    assert list(zip(starts[:-1].tolist(), batch_of.tolist(), strict=True)) == want
-    assert starts[-1] == offsets[-1]
+    assert cut_together(lengths, anchors, offsets, limits) == want
 
 
 def expected_width(batch: TokenBatch, made_edges: tuple[int, ...], layout: str) -> int:

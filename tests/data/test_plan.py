@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from paceline.config import DataSettings
 from paceline.data import plan as planning
-from paceline.data.plan import Plan, count_batches, optimal_edges, plan, table
+from paceline.data.plan import Plan, count_batches, optimal_edges, plan, table, width, widths
 from paceline.data.plan_order import shuffled
 from paceline.records import UserError
 
@@ -308,3 +308,13 @@ def test_table_of_packed_batches(lengths: np.ndarray) -> None:
 def test_planning_needs_no_torch() -> None:
     code = "import sys, paceline.data.plan as p; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("layout", ["bucketed", "trimmed", "packed"])
+def test_one_run_is_as_wide_as_among_many(layout: str) -> None:
+    rng = np.random.default_rng(5)
+    edges = (1000,) if layout == "packed" else (30, 64, 90)
+    runs = [rng.integers(low, high + 1, rng.integers(1, 9)) for low, high in [(1, 30), (31, 64), (65, 90)] * 20]
+    offsets = np.cumsum([0, *map(len, runs)])
+    many = widths(layout, edges, np.concatenate(runs).astype(np.int8), offsets)
+    assert [width(layout, edges, run.tolist()) for run in runs] == many.tolist()

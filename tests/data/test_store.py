@@ -16,7 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from paceline.blocks import anchor_candidates
-from paceline.data import columns, store, writer
+from paceline.data import chunks, columns, store, writer
+from paceline.data.chunks import Chunks
 from paceline.data.manifest import check_fits, tokenizer_fingerprint
 from paceline.data.store import CompletionDataset, find_token, open_dataset
 from paceline.data.writer import check_place, writing
@@ -178,19 +179,20 @@ def test_foreign_masks_are_counted_once_and_in_pieces(
         out.write_table(table.slice(0, 70), max_chunksize=33)
         out.write_table(table.slice(70))
     read: list[int] = []
-    whole = store._Mask._read
+    whole = Chunks._read_marks
 
-    def counting(self: Any, first: int, behind: int) -> np.ndarray:
+    def counting(self: Any, chunk: int, first: int, behind: int) -> np.ndarray:
         read.append(behind - first)
-        return whole(self, first, behind)
+        return whole(self, chunk, first, behind)
 
-    monkeypatch.setattr(store, "_COUNTED", counted)
-    monkeypatch.setattr(store._Mask, "_read", counting)
+    monkeypatch.setattr(chunks, "_COUNTED", counted)
+    monkeypatch.setattr(Chunks, "_read_marks", counting)
     dataset = open_dataset(tmp_path)
     assert sum(read) == sum(map(len, ids)), "every mask once"
     assert max(read) <= max(counted, 40)
     assert dataset.manifest.supervised_tokens == sum(map(sum, masks))
     assert dataset.candidates.tolist() == [len(anchor_candidates(np.array(mask))) for mask in masks]
+    assert dataset.candidates_of(np.array([149, 0, 70])).tolist() == dataset.candidates[[149, 0, 70]].tolist()
     assert all(dataset.row(i)[1].tolist() == mask for i, mask in enumerate(masks))
 
 

@@ -47,17 +47,18 @@ def open_and_plan(folder: str) -> dict[str, float]:
 _LOOKS = 16  # at memory in a pass: at its first micro-batch, and each time so much of it has passed
 
 
-def load(folder: str) -> dict[str, Any]:
-    """Take one epoch from the loader; between micro-batches memory is looked at in the same places of every pass.
+def load(folder: str, most: str = "0") -> dict[str, Any]:
+    """Take one epoch from the loader, or `most` rows of it; memory is looked at in the same places of every pass.
 
-    Not at its end, where nothing of the epoch is held any more. Its peak is that of the whole pass, opening and
-    planning included.
+    That is between micro-batches, and not at the end, where nothing of the epoch is held any more. Its peak is that of
+    all of it, opening and planning included.
     """
     from paceline.bench.memory import OwnPeak, memory_of
     from paceline.bench.stream import epoch_of
     from paceline.data.manifest import load_manifest
 
     total = load_manifest(Path(folder)).rows
+    total = min(int(most) or total, total)
     held: list[float] = []
     tokens = rows = batches = 0
     began = time.perf_counter()
@@ -68,6 +69,8 @@ def load(folder: str) -> dict[str, Any]:
             batches += 1
             while len(held) < _LOOKS and rows * _LOOKS >= total * len(held):
                 held.append(memory_of()["RssAnon"])
+            if rows >= total:
+                break
     seconds = time.perf_counter() - began
     return {
         "rows": rows,

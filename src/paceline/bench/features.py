@@ -48,7 +48,9 @@ def _of_every_bucket(shape: Shape) -> list[list[int]]:
     made = plan(lengths_N, settings, seed=0, epoch=0)
     ordered_N = lengths_N[made.rows_N]
     anchors_N = np.minimum(_candidates(ordered_N), shape.anchors_per_sample)
-    starts, batch_U = cut_batches(ordered_N, anchors_N, made.offsets, train)
+    ends = cut_batches(lambda first, behind: (ordered_N[first:behind], anchors_N[first:behind]), made.offsets, train)
+    starts = np.concatenate([[0], *ends])
+    batch_U = np.searchsorted(made.offsets, starts[:-1], side="right") - 1
     tokens_U = np.add.reduceat(ordered_N, starts[:-1])
     chosen = []
     for bucket in range(len(made.edges)):

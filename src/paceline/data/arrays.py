@@ -11,10 +11,10 @@ import mmap
 from collections.abc import Callable, Iterable
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from numpy.typing import DTypeLike
 
-PIECE = 1 << 14  # rows that are looked at together
+PIECE = 1 << 13  # rows that are looked at together
 _SMALL = 1 << 17  # bytes: malloc has room for less without asking for more
 
 
@@ -24,6 +24,26 @@ def long_array(count: int, dtype: DTypeLike = np.int32) -> Int[np.ndarray, " N"]
     if size < _SMALL:
         return np.empty(count, dtype)
     return np.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype)
+
+
+class Marks:
+    """A yes or no for each of many places, one bit a place: numbers of the places would take four bytes each."""
+
+    def __init__(self, count: int) -> None:
+        """Begin with no everywhere."""
+        self.bits = np.zeros(-(-count // 8), dtype=np.uint8)
+
+    def set(self, places_n: Int[np.ndarray, " n"]) -> None:
+        """Mark these places, which ascend and lie near one another: all between them are spread out."""
+        first, behind = int(places_n[0]) // 8, int(places_n[-1]) // 8 + 1
+        spread = np.unpackbits(self.bits[first:behind])
+        spread[places_n - first * 8] = 1
+        self.bits[first:behind] = np.packbits(spread)
+
+    def between(self, first: int, behind: int) -> Bool[np.ndarray, " n"]:
+        """Return whether the places from `first` up to `behind` are marked."""
+        spread = np.unpackbits(self.bits[first // 8 : -(-behind // 8)])
+        return spread[first % 8 : first % 8 + behind - first].view(np.bool_)
 
 
 def joined(
@@ -51,6 +71,14 @@ def pick(values_N: Int[np.ndarray, " N"], places_R: Int[np.ndarray, " R"]) -> In
     for first in range(0, len(places_R), PIECE):
         picked_R[first : first + PIECE] = values_N[places_R[first : first + PIECE]]
     return picked_R
+
+
+def put(values_R: Int[np.ndarray, " R"], places_R: Int[np.ndarray, " R"]) -> Int[np.ndarray, " R"]:
+    """Return an array with the values at these places, which are all that it has."""
+    array_R = long_array(len(places_R), values_R.dtype)
+    for first in range(0, len(places_R), PIECE):
+        array_R[places_R[first : first + PIECE]] = values_R[first : first + PIECE]
+    return array_R
 
 
 def histogram(values_N: Int[np.ndarray, " N"]) -> Int[np.ndarray, " L"]:

@@ -7,9 +7,10 @@ Shapes: n samples of a micro-batch, R rows that the target computes, S padded le
 of a block, M batches and U micro-batches of an epoch, N rows of an epoch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import count
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,10 +18,15 @@ from jaxtyping import Bool, Int
 
 from paceline import blocks
 from paceline.config import DataSettings, TrainSettings
-from paceline.data.arrays import PIECE, long_array
+from paceline.data.arrays import PIECE, Marks
 from paceline.data.mixture import Mixture, batches_of_epochs, plan_epoch
-from paceline.data.plan import ROUND, widths
+from paceline.data.plan import width, widths
 from paceline.records import BlockSet, RunError, TokenBatch, UserError
+
+# Lengths and anchors of the epoch's rows from one up to another.
+Told = Callable[[int, int], tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]]
+
+_SPREAD = 1 << 10  # rows whose marks are spread out at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,43 +39,82 @@ class Cut:
     closes_step: bool
     rows: tuple[int, ...]
     passes: tuple[int, ...]  # over its dataset that each row belongs to
-    width: int  # tokens of a padded row
-    packed: bool
+    layout: str
+    edges: tuple[int, ...]  # of the length buckets; packed: the token budget
+
+
+class Run(NamedTuple):
+    """Which rows of an epoch a micro-batch holds."""
+
+    batch: int  # of the plan
+    start: int
+    behind: int
+    closes_batch: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EpochCuts:
-    """The micro-batches of an epoch, in order: number i holds rows_N[starts[i] : starts[i + 1]].
+    """The micro-batches of an epoch, in order.
 
-    It stays while its epoch is read, so it keeps no more of a row than four bytes, and one more where passes differ.
+    It stays while its epoch is read, so it keeps no more of a row than four bytes, and one more where passes differ. A
+    micro-batch may be one long row: all that is kept of it is a bit of its last row. Widths follow from lengths, which
+    are known once tokens are read.
     """
 
     rows_N: Int[np.ndarray, " N"]  # numbered through all datasets
     passes_N: Int[np.ndarray, " N"]
+    cut_ends: Marks  # rows that end a micro-batch
+    batch_ends: Marks  # rows that end a batch of the plan
     batches: int
-    packed: bool
-    starts: Int[np.ndarray, " ends"]  # U + 1 of them
-    batch_U: Int[np.ndarray, " U"]
-    width_U: Int[np.ndarray, " U"]
+    layout: str
+    edges: tuple[int, ...]
 
-    def cells_U(self) -> Int[np.ndarray, " U"]:
-        """Return how many tokens the target computes for each, padding included."""
-        return self.width_U.astype(np.int64) * (1 if self.packed else np.diff(self.starts))
+    def pieces(self) -> Iterator[tuple[Int[np.ndarray, " ends"], Int[np.ndarray, " u"], Bool[np.ndarray, " u"]]]:
+        """Yield of some micro-batches at a time where they start, and the end, their batches and who closes one."""
+        start = batch = 0
+        for first in range(0, len(self.rows_N), _SPREAD):
+            behind = min(first + _SPREAD, len(self.rows_N))
+            ends_u = np.flatnonzero(self.cut_ends.between(first, behind))
+            if len(ends_u):
+                closes_u = self.batch_ends.between(first, behind)[ends_u]
+                batch_u = batch + np.cumsum(closes_u) - closes_u
+                yield np.concatenate([[start], ends_u + (first + 1)]), batch_u, closes_u
+                start, batch = first + int(ends_u[-1]) + 1, int(batch_u[-1]) + int(closes_u[-1])
 
-    def cut(self, index: int, *, seq: int, epoch: int, first_step: int, batches_per_step: int) -> Cut:
+    def runs(self, skipped: int) -> Iterator[Run]:
+        """Yield the micro-batches from a batch of the plan on."""
+        for starts, batch_u, closes_u in self.pieces():
+            if batch_u[-1] >= skipped:
+                ends = starts.tolist()
+                runs = map(Run, batch_u.tolist(), ends, ends[1:], closes_u.tolist())
+                yield from (run for run in runs if run.batch >= skipped)
+
+    def largest(self, lengths_N: Int[np.ndarray, " N"]) -> Run:
+        """Return the first of those for which the target computes the most tokens, padding included."""
+        most, found = -1, None
+        for starts, batch_u, closes_u in self.pieces():
+            ordered_n = lengths_N[self.rows_N[starts[0] : starts[-1]]]
+            cells_u = widths(self.layout, self.edges, ordered_n, starts - starts[0])
+            cells_u = cells_u if self.layout == "packed" else cells_u * np.diff(starts)
+            at = int(cells_u.argmax())
+            if cells_u[at] > most:
+                most = int(cells_u[at])
+                found = Run(int(batch_u[at]), int(starts[at]), int(starts[at + 1]), bool(closes_u[at]))
+        assert found is not None, "a plan has rows"
+        return found
+
+    def cut(self, run: Run, *, seq: int, epoch: int, first_step: int, batches_per_step: int) -> Cut:
         """Return a micro-batch of the epoch whose first optimizer step is `first_step`."""
-        batch = int(self.batch_U[index])
-        last_of_batch = index + 1 == len(self.batch_U) or self.batch_U[index + 1] != batch
-        mine = slice(int(self.starts[index]), int(self.starts[index + 1]))
+        behind = run.batch + 1
         return Cut(
             seq=seq,
             epoch=epoch,
-            step=first_step + batch // batches_per_step,
-            closes_step=bool(last_of_batch) and ((batch + 1) % batches_per_step == 0 or batch + 1 == self.batches),
-            rows=tuple(self.rows_N[mine].tolist()),
-            passes=tuple(self.passes_N[mine].tolist()),
-            width=int(self.width_U[index]),
-            packed=self.packed,
+            step=first_step + run.batch // batches_per_step,
+            closes_step=run.closes_batch and (behind % batches_per_step == 0 or behind == self.batches),
+            rows=tuple(self.rows_N[run.start : run.behind].tolist()),
+            passes=tuple(self.passes_N[run.start : run.behind].tolist()),
+            layout=self.layout,
+            edges=self.edges,
         )
 
 
@@ -104,7 +149,7 @@ def largest_micro_batch(mixture: Mixture, data: DataSettings, train: TrainSettin
     """
     check_lengths(mixture, train)
     cuts = cut_epoch(mixture, data, train, epoch=0, edges=mixture.edges(data))
-    largest = int(cuts.cells_U().argmax())
+    largest = cuts.largest(mixture.lengths)
     cut = cuts.cut(largest, seq=0, epoch=0, first_step=0, batches_per_step=train.batches_per_step)
     return build(mixture, cut, train, block_size)
 
@@ -144,17 +189,15 @@ def schedule(mixture: Mixture, data: DataSettings, train: TrainSettings, *, firs
     batches = batches_of_epochs(mixture, data, seed=train.seed, epochs=train.epochs)
     seq = count()
     step = 0  # the epoch's first
+    per_step = train.batches_per_step
     for epoch, planned in enumerate(batches):
-        behind = step + -(-planned // train.batches_per_step)
+        behind = step + -(-planned // per_step)
         if behind > first_step:
             cuts = cut_epoch(mixture, data, train, epoch=epoch, edges=edges)
-            skipped = max(first_step - step, 0) * train.batches_per_step
-            for index in range(int(np.searchsorted(cuts.batch_U, skipped)), len(cuts.batch_U)):
-                now = step + int(cuts.batch_U[index]) // train.batches_per_step
-                if train.max_steps is not None and now >= train.max_steps:
+            for run in cuts.runs(max(first_step - step, 0) * per_step):
+                if train.max_steps is not None and step + run.batch // per_step >= train.max_steps:
                     return
-                per_step = train.batches_per_step
-                yield cuts.cut(index, seq=next(seq), epoch=epoch, first_step=step, batches_per_step=per_step)
+                yield cuts.cut(run, seq=next(seq), epoch=epoch, first_step=step, batches_per_step=per_step)
             del cuts  # before the next epoch is planned
         step = behind
 
@@ -164,44 +207,28 @@ def cut_epoch(
 ) -> EpochCuts:
     """Return an epoch's micro-batches: each batch cut, in its order, into the fewest runs that fit C and A."""
     made, held = plan_epoch(mixture, data, seed=train.seed, epoch=epoch, edges=edges)
+    cut_ends, batch_ends = Marks(len(held)), Marks(len(held))
     lengths_N = held.lengths()
-    anchors_N = held.candidates(train.anchors_per_sample)
-    starts, batch_U = cut_batches(lengths_N, anchors_N, made.offsets, train, made.rows_N)
-    del anchors_N
-    width_U = long_array(len(batch_U), np.min_scalar_type(-made.edges[-1] - ROUND))
-    for first, behind in _together(starts):
-        ordered_n = lengths_N[made.rows_N[starts[first] : starts[behind]]]
-        bucket_u = made.bucket_M[batch_U[first:behind]]
-        width_U[first:behind] = widths(made, ordered_n, starts[first : behind + 1] - starts[first], bucket_u)
+
+    def told(first: int, behind: int) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:
+        places_n = made.rows_N[first:behind]
+        return lengths_N[places_n], held.candidates(places_n, train.anchors_per_sample)
+
+    for ends_u in cut_batches(told, made.offsets, train):
+        cut_ends.set(ends_u - 1)
+    for first, behind in _together(made.offsets):
+        batch_ends.set(made.offsets[first + 1 : behind + 1] - 1)
     del lengths_N
     passes_N, rows_N = held.passes(made.rows_N), held.rows(made.rows_N)
-    return EpochCuts(rows_N, passes_N, len(made), made.layout == "packed", starts, batch_U, width_U)
+    return EpochCuts(rows_N, passes_N, cut_ends, batch_ends, len(made), made.layout, made.edges)
 
 
-def cut_batches(
-    lengths_N: Int[np.ndarray, " N"],
-    anchors_N: Int[np.ndarray, " N"],
-    offsets: Int[np.ndarray, " ends"],
-    train: TrainSettings,
-    rows_N: Int[np.ndarray, " N"] | None = None,
-) -> tuple[Int[np.ndarray, " starts"], Int[np.ndarray, " U"]]:
-    """Return where micro-batches start, and the end, and the batch of each. Every row fits alone.
-
-    `rows_N` says whose length and anchors come where; without it they come as they lie.
-    """
-    count, done = int(offsets[-1]), 0
-    starts, batch_U = long_array(count + 1), long_array(count)  # touched as far as cuts go
+def cut_batches(told: Told, offsets: Int[np.ndarray, " ends"], train: TrainSettings) -> Iterator[Int[np.ndarray, " u"]]:
+    """Yield where micro-batches end, those of some batches at a time. Every row fits alone."""
     for first, behind in _together(offsets):
-        mine: slice | Int[np.ndarray, " n"] = slice(int(offsets[first]), int(offsets[behind]))
-        if rows_N is not None:
-            mine = rows_N[mine]
         ends = offsets[first : behind + 1] - offsets[first]
-        start_u, batch_u = _cut_together(lengths_N[mine], anchors_N[mine], ends, train)
-        span = slice(done, done + len(start_u))
-        starts[span], batch_U[span] = start_u + offsets[first], batch_u + np.int32(first)
-        done += len(start_u)
-    starts[done] = count
-    return starts[: done + 1], batch_U[:done]
+        lengths_n, anchors_n = told(int(offsets[first]), int(offsets[behind]))
+        yield _cut_together(lengths_n, anchors_n, ends, train) + offsets[first]
 
 
 def _together(offsets: Int[np.ndarray, " ends"]) -> Iterator[tuple[int, int]]:
@@ -219,23 +246,20 @@ def _cut_together(
     anchors_n: Int[np.ndarray, " n"],
     offsets: Int[np.ndarray, " ends"],
     train: TrainSettings,
-) -> tuple[Int[np.ndarray, " u"], Int[np.ndarray, " u"]]:
-    """Return where micro-batches start and the batch of each: one round finds the next cut of every batch."""
+) -> Int[np.ndarray, " u"]:
+    """Return where micro-batches end: one round finds the next cut of every batch."""
     tokens = np.concatenate([[0], np.cumsum(lengths_n, dtype=np.int64)])  # before each row
     drawn = np.concatenate([[0], np.cumsum(anchors_n, dtype=np.int64)])
-    at_M, batch_M = offsets[:-1], np.arange(len(offsets) - 1, dtype=np.int32)
-    starts, batches = [], []
+    at_M, end_M = offsets[:-1], offsets[1:]
+    ends = []
     while len(at_M):
-        starts.append(at_M)
-        batches.append(batch_M)
         by_tokens_M = np.searchsorted(tokens, tokens[at_M] + train.context_slots, side="right")
         by_anchors_M = np.searchsorted(drawn, drawn[at_M] + train.anchor_slots, side="right")
-        next_M = np.minimum(by_tokens_M, by_anchors_M) - 1
-        goes_on_M = next_M < offsets[batch_M + 1]
-        at_M, batch_M = next_M[goes_on_M], batch_M[goes_on_M]
-    start_U, batch_U = np.concatenate(starts), np.concatenate(batches)
-    order_U = np.argsort(start_U, kind="stable")
-    return start_U[order_U], batch_U[order_U]
+        next_M = np.minimum(np.minimum(by_tokens_M, by_anchors_M) - 1, end_M)
+        ends.append(next_M)
+        goes_on_M = next_M < end_M
+        at_M, end_M = next_M[goes_on_M], end_M[goes_on_M]
+    return np.sort(np.concatenate(ends))
 
 
 def build(mixture: Mixture, cut: Cut, train: TrainSettings, block_size: int, *, pin: bool = False) -> TokenBatch:
@@ -255,10 +279,12 @@ def build(mixture: Mixture, cut: Cut, train: TrainSettings, block_size: int, *, 
         _check_ids(mixture, cut)
 
     # 1. The rows that the target computes.
-    padded_RS = np.zeros((1 if cut.packed else len(rows), cut.width), dtype=np.int64)
+    lengths, packed = lengths_n.tolist(), cut.layout == "packed"
+    padded = width(cut.layout, cut.edges, lengths)
+    padded_RS = np.zeros((1 if packed else len(rows), padded), dtype=np.int64)
     places_T = np.arange(len(ids_T))
-    if not cut.packed:
-        places_T += np.repeat(np.arange(len(rows)) * cut.width - starts_n, lengths_n)
+    if not packed:
+        places_T += np.repeat(np.arange(len(rows)) * padded - starts_n, lengths_n)
     padded_RS.reshape(-1)[places_T] = ids_T
 
     # 2. The blocks of each sample.
@@ -272,7 +298,7 @@ def build(mixture: Mixture, cut: Cut, train: TrainSettings, block_size: int, *, 
         closes_step=cut.closes_step,
         samples=cut.rows,
         input_ids=torch.from_numpy(padded_RS),
-        lengths=tuple(lengths_n.tolist()),
+        lengths=tuple(lengths),
         places_T=torch.from_numpy(places_T),
         blocks=BlockSet(
             start_K=torch.from_numpy(start_K),

@@ -7,10 +7,9 @@ then the other, 2 takes every row twice with anchors of its own for either pass.
 Shapes: N rows of all datasets, R rows of an epoch, L lengths from 0 up.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
 from itertools import chain
 from math import floor
 from pathlib import Path
@@ -58,29 +57,39 @@ class EpochRows:
 
     def lengths(self) -> Int[np.ndarray, " R"]:
         """Return the tokens of each place, put together anew."""
-        return self._told([dataset.length_parts for dataset in self._mixture.datasets])
 
-    def candidates(self, most: int) -> Int[np.ndarray, " R"]:
-        """Return how many anchors each place draws, `most` at most, put together anew."""
+        def parts() -> Iterator[Int[np.ndarray, " n"]]:
+            for stretch in self._stretches:
+                dataset = self._mixture.datasets[stretch.dataset]
+                if stretch.rows_n is None:
+                    yield from dataset.length_parts()
+                    continue
+                lengths_N = joined(dataset.length_parts)
+                for at in range(0, stretch.size, PIECE):
+                    yield lengths_N[stretch.rows_n[at : at + PIECE]]
 
-        def capped(dataset: CompletionDataset) -> Iterator[Int[np.ndarray, " n"]]:
-            return (np.minimum(part, most) for part in dataset.candidate_parts())
+        return joined(parts)
 
-        return self._told([partial(capped, dataset) for dataset in self._mixture.datasets])
+    def candidates(self, places_n: Int[np.ndarray, " n"], most: int) -> Int[np.ndarray, " n"]:
+        """Return how many anchors these places draw, `most` at most.
+
+        They are read from the files a piece at a time: whoever has lengths and rows at hand, as cutting has, holds no
+        third array of all rows.
+        """
+        stretch_n, rows_n = self._found(places_n)
+        counts_n = np.empty(len(places_n), dtype=np.int64)
+        for index in np.flatnonzero(np.bincount(stretch_n)).tolist():
+            mine_n = stretch_n == index
+            dataset = self._mixture.datasets[self._stretches[index].dataset]
+            counts_n[mine_n] = np.minimum(dataset.candidates_of(rows_n[mine_n]), most)
+        return counts_n
 
     def rows(self, places_R: Int[np.ndarray, " R"]) -> Int[np.ndarray, " R"]:
         """Turn places into rows, in their own array."""
-        firsts = [int(self._mixture.first_rows[stretch.dataset]) for stretch in self._stretches]
-        begins = self._ends - [stretch.size for stretch in self._stretches]
+        firsts = self._mixture.first_rows[[stretch.dataset for stretch in self._stretches]]
         for at in range(0, len(places_R), PIECE):
-            places_n = places_R[at : at + PIECE]
-            stretch_n = np.searchsorted(self._ends, places_n, side="right")
-            rows_n = places_n - begins[stretch_n]
-            for index, stretch in enumerate(self._stretches):
-                if stretch.rows_n is not None:
-                    mine_n = stretch_n == index
-                    rows_n[mine_n] = stretch.rows_n[rows_n[mine_n]]
-            places_n[:] = rows_n + np.array(firsts)[stretch_n]
+            stretch_n, rows_n = self._found(places_R[at : at + PIECE])
+            places_R[at : at + PIECE] = rows_n + firsts[stretch_n]
         return places_R
 
     def passes(self, places_R: Int[np.ndarray, " R"]) -> Int[np.ndarray, " R"]:
@@ -93,19 +102,15 @@ class EpochRows:
             passes_R[at : at + PIECE] = self._turns[np.searchsorted(self._ends, places_n, side="right")]
         return passes_R
 
-    def _told(self, columns: Sequence[Callable[[], Iterator[Int[np.ndarray, " n"]]]]) -> Int[np.ndarray, " R"]:
-        """Return a column of the datasets by place."""
-
-        def parts() -> Iterator[Int[np.ndarray, " n"]]:
-            for stretch in self._stretches:
-                if stretch.rows_n is None:
-                    yield from columns[stretch.dataset]()
-                    continue
-                column_N = joined(columns[stretch.dataset])
-                for at in range(0, stretch.size, PIECE):
-                    yield column_N[stretch.rows_n[at : at + PIECE]]
-
-        return joined(parts)
+    def _found(self, places_n: Int[np.ndarray, " n"]) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:
+        """Return the stretch of each place and its row, numbered in its dataset."""
+        stretch_n = np.searchsorted(self._ends, places_n, side="right")
+        rows_n = places_n - (self._ends - [stretch.size for stretch in self._stretches])[stretch_n]
+        for index, stretch in enumerate(self._stretches):
+            if stretch.rows_n is not None:
+                mine_n = stretch_n == index
+                rows_n[mine_n] = stretch.rows_n[rows_n[mine_n]]
+        return stretch_n, rows_n
 
 
 @dataclass(frozen=True, slots=True)

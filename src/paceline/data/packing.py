@@ -6,24 +6,16 @@ of 8,000 lengths take a fraction of a second. Who is in which bin of a group is 
 Shapes: L lengths from 0 up, N items, longest first, n of them, M bins.
 """
 
+from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int
 
 from paceline.data.arrays import long_array
 
-
-class _Move(NamedTuple):
-    """`bins` bins with `room` left take `each` items of a length; bins queue up by the room they have left."""
-
-    length: int
-    each: int
-    bins: int
-    room: int
-    place: int  # of the first of them in the queue that they leave
-    place_after: int  # of the first of them in the queue that they join
+_MOVES = 1 << 10  # that are looked at together
 
 
 class Packing:
@@ -35,17 +27,16 @@ class Packing:
     def __init__(self, counts_L: Int[np.ndarray, " L"], budget: int) -> None:
         """Pack so many items of each length, longest first, into bins of a budget, which no item may exceed."""
         self._moves, joined = _moves(counts_L, budget)
-        first = np.concatenate([[0], np.cumsum(joined)]).tolist()  # of each queue, all queues side by side
-        self._leaves = [first[move.room] + move.place for move in self._moves]
-        self._joins = [first[move.room - move.each * move.length] + move.place_after for move in self._moves]
-        self._new = slice(first[budget], first[budget + 1])
-        self._queues = long_array(first[-1])
-        self.sizes_M = np.zeros(joined[budget], dtype=np.int32)  # items of each bin
-        self._queues[self._new] = np.arange(joined[budget])
-        for move, leave, join in zip(self._moves, self._leaves, self._joins, strict=True):
-            bins = self._queues[leave : leave + move.bins]
-            self._queues[join : join + move.bins] = bins
-            self.sizes_M[bins] += np.int32(move.each)
+        self._first = np.cumsum([0, *joined], dtype=np.int32)  # of each queue, all queues side by side
+        self._new = slice(int(self._first[budget]), int(self._first[budget + 1]))
+        self._queues = long_array(int(self._first[-1]))
+        self.sizes_M = long_array(joined[budget])  # items of each bin
+        self.sizes_M[:] = 0
+        self._queues[self._new] = np.arange(joined[budget], dtype=np.int32)
+        for bins, each, leave, join in self._steps():
+            moved = self._queues[leave : leave + bins]
+            self._queues[join : join + bins] = moved
+            self.sizes_M[moved] += np.int32(each)
 
     def seat(self, start_M: Int[np.ndarray, " M"]) -> "PackedSeats":
         """Give every item a place, one behind the other in its bin, whose first is given.
@@ -53,11 +44,17 @@ class Packing:
         What an earlier call returned is worth nothing then.
         """
         self._queues[self._new] = start_M
-        for move, leave, join in zip(self._moves, self._leaves, self._joins, strict=True):
-            self._queues[join : join + move.bins] = self._queues[leave : leave + move.bins] + np.int32(move.each)
-        each = np.array([move.each for move in self._moves])
-        taken = np.cumsum([0, *(move.bins * move.each for move in self._moves)])
-        return PackedSeats(self._queues, np.array(self._leaves), each, taken[:-1])
+        for bins, each, leave, join in self._steps():
+            self._queues[join : join + bins] = self._queues[leave : leave + bins] + np.int32(each)
+        _, each, bins, room, place, _ = self._moves.T
+        return PackedSeats(self._queues, self._first[room] + place, each.copy(), np.cumsum(bins * each) - bins * each)
+
+    def _steps(self) -> Iterator[tuple[int, int, int, int]]:
+        """Yield how many bins each move takes, with how many items each, from where and to where in the queues."""
+        for at in range(0, len(self._moves), _MOVES):
+            length, each, bins, room, place, place_after = self._moves[at : at + _MOVES].T
+            leave, join = self._first[room] + place, self._first[room - each * length] + place_after
+            yield from zip(bins.tolist(), each.tolist(), leave.tolist(), join.tolist(), strict=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,12 +78,16 @@ def count_bins(counts_L: Int[np.ndarray, " L"], budget: int) -> int:
     return _moves(counts_L, budget)[1][budget]
 
 
-def _moves(counts_L: Int[np.ndarray, " L"], budget: int) -> tuple[list[_Move], list[int]]:
-    """Return who takes what, in order, and how many bins ever joined the queue of each room."""
+def _moves(counts_L: Int[np.ndarray, " L"], budget: int) -> tuple[Int[np.ndarray, " moves 6"], list[int]]:
+    """Return who takes what, in order, and how many bins ever joined the queue of each room.
+
+    Bins queue up by the room they have left. A move is: items of this length, this many for each, go to this many bins,
+    with this room left; the place of the first of them in the queue that they leave, and in the one that they join.
+    """
     left = [0] * (budget + 1)
     joined = [0] * (budget + 1)
     waiting = bytearray(budget + 1)  # whether a bin waits with that room; find() is quick on bytes
-    moves = []
+    moves = array("i")  # flat: with long rows there are tens of thousands, and as objects they would take megabytes
     for length in np.flatnonzero(counts_L)[::-1].tolist():
         items, size = int(counts_L[length]), max(length, 1)
         while items:
@@ -98,10 +99,10 @@ def _moves(counts_L: Int[np.ndarray, " L"], budget: int) -> tuple[list[_Move], l
             each = min(room // size, items)
             bins = min(joined[room] - left[room], items // each)
             after = room - each * length
-            moves.append(_Move(length, each, bins, room, left[room], joined[after]))
+            moves.extend((length, each, bins, room, left[room], joined[after]))
             left[room] += bins
             waiting[room] = left[room] < joined[room]
             joined[after] += bins
             waiting[after] = 1
             items -= bins * each
-    return moves, joined
+    return np.frombuffer(moves, np.int32).reshape(-1, 6), joined

@@ -10,7 +10,8 @@ lengths nothing is as long as an epoch: drawn rows come part by part and each go
 Shapes: N rows, M batches, K buckets, L lengths from 0 up, E distinct aligned lengths, n rows of a piece.
 """
 
-from collections.abc import Callable
+import bisect
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
@@ -19,7 +20,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from paceline.config import DataSettings
-from paceline.data.arrays import histogram, long_array
+from paceline.data.arrays import histogram, long_array, pick, put
 from paceline.data.packing import Packing, count_bins
 from paceline.data.plan_order import numbered, shuffled, shuffled_parts, stable_order
 from paceline.records import UserError
@@ -62,7 +63,7 @@ class _Batches:
     size_M: Int[np.ndarray, " M"]
     bucket_M: Int[np.ndarray, " M"]
     group_L: Int[np.ndarray, " L"]  # of a row of each length
-    seated: Callable[[Int[np.ndarray, " M"]], Seats]  # given the place of each batch's first row
+    seated: Callable[[Int[np.ndarray, " M"]], Seats]  # given, for good, the place of each batch's first row
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,21 +120,23 @@ def plan(
 
     # Batches in drawn order, across buckets.
     order_M = shuffled(len(batches.size_M), seed, _ORDER, epoch)
-    offsets = np.cumsum(np.concatenate([[0], batches.size_M[order_M]], dtype=np.int32), dtype=np.int32)
-    start_M = np.empty_like(offsets[:-1])
-    start_M[order_M] = offsets[:-1]
-    seats = batches.seated(start_M)
+    offsets = long_array(len(order_M) + 1)
+    offsets[0] = 0
+    np.cumsum(pick(batches.size_M, order_M), dtype=np.int32, out=offsets[1:])
+    seats = batches.seated(put(offsets[:-1], order_M))
+    bucket_M, group_L = pick(batches.bucket_M, order_M), batches.group_L
+    del batches, order_M  # with long rows there are so many batches that it shows
 
     # Each row straight to its place there.
     drawn = epoch if settings.reshuffle == "samples" else 0
     parts = shuffled_parts(len(lengths_N), seed, _MEMBERS, drawn)
     rows_N = long_array(len(lengths_N))
-    for number_n, rows_n in numbered(parts, lengths_N, batches.group_L, counts_L):
+    for number_n, rows_n in numbered(parts, lengths_N, group_L, counts_L):
         rows_N[seats(number_n)] = rows_n
     if settings.layout == "trimmed":
         windows = _cuts(_ends(counts_L, edges), tuple(size * _WINDOW for size in sizes))
         _bring_together(rows_N, lengths_N, windows, seats)
-    return Plan(settings.layout, edges, sizes, rows_N, offsets, batches.bucket_M[order_M])
+    return Plan(settings.layout, edges, sizes, rows_N, offsets, bucket_M)
 
 
 def count_batches(
@@ -148,27 +151,35 @@ def count_batches(
     counts_L = histogram(lengths_N)
     if settings.layout == "packed":
         return count_bins(counts_L, settings.token_budget)
-    samples_K = np.diff(_ends(counts_L, edges), prepend=0)
-    return int((-(-samples_K // np.array(_batch_sizes(settings, edges)))).sum())
+    return int(_batches_of(_ends(counts_L, edges), _batch_sizes(settings, edges)).sum())
 
 
 def widths(
-    made: Plan, ordered_N: Int[np.ndarray, " N"], offsets: Int[np.ndarray, " ends"], bucket_U: Int[np.ndarray, " U"]
+    layout: str, edges: tuple[int, ...], ordered_N: Int[np.ndarray, " N"], offsets: Int[np.ndarray, " ends"]
 ) -> Int[np.ndarray, " U"]:
     """Return to how many tokens the target's rows are padded, for U runs of rows that lie one behind the other.
 
-    `ordered_N` has the rows' lengths in the plan's order, `offsets` where a run starts, `bucket_U` its bucket. A packed
-    run is one row, all others have a row a sample.
+    `ordered_N` has the rows' lengths, those of one bucket in a run, and `offsets` says where a run starts. A packed run
+    is one row, all others have a row a sample.
     """
-    edge_U = np.array(made.edges)[bucket_U]
-    if made.layout == "bucketed":
+    edge_U = np.array(edges)[np.searchsorted(edges, ordered_N[offsets[:-1]])]
+    if layout == "bucketed":
         return edge_U
-    packed = made.layout == "packed"
+    packed = layout == "packed"
     over = np.add if packed else np.maximum
     wide = np.int64 if packed else ordered_N.dtype  # another type copies all lengths, but a sum needs it
     width_U = over.reduceat(ordered_N, offsets[:-1], dtype=wide)
     width_U = -(-width_U.astype(np.int64) // ROUND) * ROUND
     return width_U if packed else np.minimum(width_U, edge_U)
+
+
+def width(layout: str, edges: tuple[int, ...], lengths: Sequence[int]) -> int:
+    """Return what `widths` says of one run, in a tenth of the time that it takes for one."""
+    if layout == "packed":
+        return -(-sum(lengths) // ROUND) * ROUND
+    longest = max(lengths)
+    edge = edges[bisect.bisect_left(edges, longest)]
+    return edge if layout == "bucketed" else min(-(-longest // ROUND) * ROUND, edge)
 
 
 def optimal_edges(
@@ -207,7 +218,7 @@ def table(made: Plan, lengths_N: Int[np.ndarray, " N"]) -> BucketTable:
     sizes_M = np.diff(made.offsets)
     ordered_N = lengths_N[made.rows_N]
     real_M = np.add.reduceat(ordered_N, made.offsets[:-1], dtype=np.int64)
-    padded_M = widths(made, ordered_N, made.offsets, made.bucket_M)
+    padded_M = widths(made.layout, made.edges, ordered_N, made.offsets)
     if made.layout != "packed":
         padded_M = padded_M * sizes_M
     lines = []
@@ -277,21 +288,28 @@ def _bucketed(counts_L: Int[np.ndarray, " L"], edges: tuple[int, ...], sizes: tu
     """Return the batches bucket after bucket, each cut to its batch size; its last batch may be smaller."""
     ends = _ends(counts_L, edges)
     offsets = _cuts(ends, sizes)
-    bucket_M = np.searchsorted(ends, offsets[:-1], side="right").astype(np.int32)
+    size_M = np.subtract(offsets[1:], offsets[:-1], out=long_array(len(offsets) - 1))
+    batches_K = _batches_of(ends, sizes)
+    bucket_M = np.repeat(np.arange(len(edges), dtype=np.min_scalar_type(-len(edges))), batches_K)
     group_L = np.searchsorted(edges, np.arange(len(counts_L)))
 
     def seated(start_M: Int[np.ndarray, " M"]) -> Seats:
-        shift_M = start_M - offsets[:-1]
-        return lambda number_n: number_n + shift_M[np.searchsorted(offsets, number_n, side="right") - 1]
+        shift_M = np.subtract(start_M, offsets[:-1], out=start_M)
 
-    return _Batches(np.diff(offsets), bucket_M, group_L, seated)
+        def seats(number_n: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
+            sought_n = number_n.astype(offsets.dtype)  # another type copies all offsets
+            return number_n + shift_M[np.searchsorted(offsets, sought_n, side="right") - 1]
+
+        return seats
+
+    return _Batches(size_M, bucket_M, group_L, seated)
 
 
 def _packed(counts_L: Int[np.ndarray, " L"], budget: int) -> _Batches:
     """Return the bins as batches. Lengths alone decide the bins, the drawn order which row is where."""
     packing = Packing(counts_L, budget)
     longest_first_L = np.arange(len(counts_L))[::-1]
-    return _Batches(packing.sizes_M, np.zeros_like(packing.sizes_M), longest_first_L, packing.seat)
+    return _Batches(packing.sizes_M, np.zeros(len(packing.sizes_M), dtype=np.int8), longest_first_L, packing.seat)
 
 
 def _bring_together(
@@ -306,8 +324,18 @@ def _bring_together(
 
 def _cuts(ends: Int[np.ndarray, " K"], sizes: tuple[int, ...]) -> Int[np.ndarray, " ends"]:
     """Return where batches start, and the end, when each bucket is cut to its size."""
-    starts = [np.arange(start, end, size) for start, end, size in zip([0, *ends], ends, sizes, strict=False)]
-    return np.concatenate([*starts, ends[-1:]], dtype=np.int32)
+    count_K = _batches_of(ends, sizes)
+    cuts, done, start = long_array(int(count_K.sum()) + 1), 0, 0
+    for end, size, count in zip(ends.tolist(), sizes, count_K.tolist(), strict=True):
+        cuts[done : done + count] = np.arange(start, end, size, dtype=np.int32)
+        done, start = done + count, end
+    cuts[done] = start
+    return cuts
+
+
+def _batches_of(ends: Int[np.ndarray, " K"], sizes: tuple[int, ...]) -> Int[np.ndarray, " K"]:
+    """Return how many batches each bucket is cut to."""
+    return -(-np.diff(ends, prepend=0) // np.array(sizes))
 
 
 def _ends(counts_L: Int[np.ndarray, " L"], edges: tuple[int, ...]) -> Int[np.ndarray, " K"]:

@@ -7,10 +7,9 @@ nobody vouches for its tokenizer, so it can be planned but not trained on. write
 Shapes: N rows, S tokens of a row, T tokens of rows that lie end to end.
 """
 
-import bisect
 import json
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,10 +18,9 @@ import pyarrow as pa
 from jaxtyping import Bool, Int
 
 from paceline.data.arrays import joined
+from paceline.data.chunks import Chunks, Views
 from paceline.data.columns import (
     NEEDED,
-    Lists,
-    aligned_chunks,
     check_candidates,
     check_columns,
     check_ends,
@@ -46,37 +44,31 @@ SCHEMA = pa.schema(
     ]
 )
 _END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
-_COUNTED = 1 << 20  # tokens whose mask is spread out at a time, where it has to be counted
 
 
 class CompletionDataset:
     """A dataset mapped into memory. Reading rows from several threads at once is safe: nothing in it changes."""
 
-    def __init__(self, folder: Path, manifest: Manifest, tables: Sequence[pa.Table]) -> None:
-        """Keep views of the mapped tables; no row is read."""
+    def __init__(self, folder: Path, manifest: Manifest, tables: Iterable[pa.Table]) -> None:
+        """Keep where the rows of the mapped tables lie; none is read, and no table is held longer than its turn."""
         self.folder = folder
         self.manifest = manifest
-        self._ids: list[Int[np.ndarray, " tokens"]] = []
-        self._id_offsets: list[Int[np.ndarray, " ends"]] = []
-        self._masks: list[_Mask] = []
-        self._first_row = [0]
-        for ids, mask in ((i, m) for table in tables for i, m in aligned_chunks(table)):
-            # DLPack and buffers, because pyarrow's own to_numpy imports pandas (0.3 s).
-            self._ids.append(np.from_dlpack(ids.values))
-            self._id_offsets.append(np.from_dlpack(ids.offsets))
-            self._masks.append(_Mask(mask))
-            self._first_row.append(self._first_row[-1] + len(ids))
+        self._chunks = Chunks()
+        self._given = Views()  # candidates, by chunk
+        self._counted: Int[np.ndarray, " N"] | None = None  # where nobody gave them
         self._supervised: int | None = None
-        if manifest.version:  # in somebody else's file a column of that name may be anything
-            given = (chunk for table in tables for chunk in table.column("candidates").chunks)
-            self._candidates = [np.from_dlpack(chunk) for chunk in given]
-        else:
-            counted = [counts for mask in self._masks for counts in mask.counts()]
-            self._candidates = [part for _, part in counted]
+        for table in tables:
+            self._chunks.add(table)
+            if manifest.version:  # in somebody else's file a column of that name may be anything
+                self._given.extend(table.column("candidates"))
+            del table  # before the next one is opened
+        if not manifest.version:
+            counted = list(self._chunks.counts())
+            self._counted = joined(lambda: (part for _, part in counted))
             self._supervised = sum(int(part.sum()) for part, _ in counted)
 
     def __len__(self) -> int:
-        return self._first_row[-1]
+        return self._chunks.first_row[-1]
 
     @property
     def lengths(self) -> Int[np.ndarray, " N"]:
@@ -90,11 +82,15 @@ class CompletionDataset:
 
     def length_parts(self) -> Iterator[Int[np.ndarray, " n"]]:
         """Yield `lengths` in parts."""
-        return (np.diff(offsets) for offsets in self._id_offsets)
+        return (np.diff(ends) for ends in self._chunks.ends)
 
     def candidate_parts(self) -> Iterator[Int[np.ndarray, " n"]]:
         """Yield `candidates` in parts."""
-        return iter(self._candidates)
+        return iter(self._given if self._counted is None else [self._counted])
+
+    def candidates_of(self, rows_n: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
+        """Return `candidates` of these rows."""
+        return self._given.take(*self._chunks.find(rows_n)) if self._counted is None else self._counted[rows_n]
 
     @property
     def fingerprint(self) -> str:
@@ -105,60 +101,19 @@ class CompletionDataset:
         """Return a read-only view of a row's ids and a copy of its loss mask."""
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of a dataset of {len(self)}")
-        chunk = bisect.bisect_right(self._first_row, index) - 1
-        place = index - self._first_row[chunk]
-        offsets = self._id_offsets[chunk]
-        return self._ids[chunk][offsets[place] : offsets[place + 1]], self._masks[chunk].row(place)
+        return self._chunks.row(index)
 
     def chunks(self) -> Iterator[tuple[int, Int[np.ndarray, " tokens"], Int[np.ndarray, " ends"]]]:
         """Yield (first row, ids of all its rows, their ends from 0) for each piece that lies together in memory."""
-        for first, ids, offsets in zip(self._first_row, self._ids, self._id_offsets, strict=False):
-            yield first, ids[offsets[0] : offsets[-1]], offsets - offsets[0]
+        held = self._chunks
+        for first, ids, ends in zip(held.first_row, held.ids, held.ends, strict=False):
+            yield first, ids[ends[0] : ends[-1]], ends - ends[0]
 
     def supervised(self) -> int:
         """Return how many tokens are learnt from; reads every mask unless opening has."""
         if self._supervised is None:
-            return sum(int(part.sum()) for mask in self._masks for part, _ in mask.counts())
+            return sum(int(part.sum()) for part, _ in self._chunks.counts())
         return self._supervised
-
-
-class _Mask:
-    """A chunk of loss masks: bits, or any whole numbers where somebody else wrote the file."""
-
-    def __init__(self, chunk: Lists) -> None:
-        self._offsets: Int[np.ndarray, " ends"] = np.from_dlpack(chunk.offsets)
-        self._values: Int[np.ndarray, " tokens"] | None = None
-        values = chunk.values
-        if pa.types.is_boolean(values.type):
-            self._bits = np.frombuffer(values.buffers()[1] or b"", dtype=np.uint8)
-            self._bit0 = values.offset
-        else:
-            self._values = np.from_dlpack(values)
-
-    def row(self, place: int) -> Bool[np.ndarray, " S"]:
-        return self._read(int(self._offsets[place]), int(self._offsets[place + 1]))
-
-    def counts(self) -> Iterator[tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]]:
-        """Yield supervised tokens and anchor candidates of each row, piece by piece of bounded size."""
-        offsets, first = self._offsets, 0
-        while first < len(offsets) - 1:
-            limit = offsets.dtype.type(min(int(offsets[first]) + _COUNTED, int(offsets[-1])))
-            behind = int(np.searchsorted(offsets, limit, side="right")) - 1
-            behind = max(behind, first + 1)  # a row that is longer comes alone
-            ends = offsets[first : behind + 1] - offsets[first]
-            mask_T = self._read(int(offsets[first]), int(offsets[behind]))
-            pairs_T = mask_T.copy()
-            pairs_T[:-1] &= mask_T[1:]
-            pairs_T[ends[1:] - 1] = False  # a row's last token is followed by none of its own
-            yield _row_sums(mask_T, ends), _row_sums(pairs_T, ends)
-            first = behind
-
-    def _read(self, first: int, behind: int) -> Bool[np.ndarray, " T"]:
-        if self._values is not None:
-            return self._values[first:behind] != 0
-        first, behind = first + self._bit0, behind + self._bit0
-        bits_T = np.unpackbits(self._bits[first >> 3 : (behind + 7) >> 3], bitorder="little")
-        return bits_T[first & 7 : (first & 7) + behind - first].view(np.bool_)
 
 
 def open_dataset(folder: Path) -> CompletionDataset:
@@ -169,9 +124,8 @@ def open_dataset(folder: Path) -> CompletionDataset:
     """
     if (folder / NAME).is_file():
         manifest = load_manifest(folder)
-        tables = [_open_shard(folder, shard) for shard in manifest.shards]
-        dataset = CompletionDataset(folder, manifest, tables)
-        longest = int(dataset.lengths.max(initial=0))
+        dataset = CompletionDataset(folder, manifest, (_open_shard(folder, shard) for shard in manifest.shards))
+        longest = max((int(part.max()) for part in dataset.length_parts()), default=0)
         if longest != manifest.longest:
             raise UserError(
                 f"The longest row of dataset {folder} has {longest:,} tokens, its manifest says {manifest.longest:,}. "
@@ -181,12 +135,7 @@ def open_dataset(folder: Path) -> CompletionDataset:
     files = arrow_files(folder) or [as_arrow(path) for path in sorted(folder.glob("*.parquet"))]
     if not files:
         load_manifest(folder)  # raises: what a dataset without one lacks is said there
-    tables = [map_file(path) for path in files]
-    for path, table in zip(files, tables, strict=True):
-        check_columns(path, table)
-        check_ends(path, table, "Write it again.")
-        check_rows(path, table)
-    dataset = CompletionDataset(folder, _no_manifest(), tables)
+    dataset = CompletionDataset(folder, _no_manifest(), (_open_foreign(path) for path in files))
     dataset.manifest = _counted(dataset, files)
     return dataset
 
@@ -276,6 +225,14 @@ def _open_shard(folder: Path, shard: Shard) -> pa.Table:
     return table
 
 
+def _open_foreign(path: Path) -> pa.Table:
+    table = map_file(path)
+    check_columns(path, table)
+    check_ends(path, table, "Write it again.")
+    check_rows(path, table)
+    return table
+
+
 def _read_ahead(mapped: mmap.mmap, address: int, table: pa.Table) -> None:
     """Ask for what opening looks at, all at once: the ends of rows and of masks, and the candidates."""
     looked_at = [c for n, c in zip(table.column_names, table.columns, strict=True) if n in (*NEEDED, "candidates")]
@@ -312,7 +269,3 @@ def _counted(dataset: CompletionDataset, files: Sequence[Path]) -> Manifest:
         shards=shards,
         origin=dataset.manifest.origin,
     )
-
-
-def _row_sums(marks_T: Bool[np.ndarray, " T"], ends: Int[np.ndarray, " ends"]) -> Int[np.ndarray, " n"]:
-    return np.add.reduceat(marks_T, ends[:-1], dtype=np.int32)  # no row is empty
