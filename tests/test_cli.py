@@ -785,6 +785,17 @@ def test_folders_that_are_no_run(refused: Callable[..., str], write_dataset: Cal
         assert refused("evaluate", folder, prompts, "--device", "cpu") == sentence
 
 
+def test_checkpoints_that_are_not_there(finished: Path, refused: Callable[..., str]) -> None:
+    """The run of 12 steps ended before its first save was due."""
+    for verb in (["export", "runs/a", "--out", "e"], ["evaluate", "runs/a", "prompts.jsonl", "--device", "cpu"]):
+        assert refused(*verb, "--checkpoint", "9") == (
+            "There is no checkpoint after step 9 in runs/a/checkpoints. There is none."
+        )
+        assert refused(*verb, "--checkpoint", "newest") == (
+            "A checkpoint is named latest, best or by its number of steps, got 'newest'. There is none."
+        )
+
+
 def test_export_into_a_folder_that_is_not_empty(finished: Path, refused: Callable[..., str]) -> None:
     Path("mine").mkdir()
     Path("mine/thesis.txt").write_text("years of work")

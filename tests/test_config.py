@@ -243,6 +243,13 @@ def test_a_packed_row_of_all_context_slots(run_yaml: Path) -> None:
     assert load_settings(run_yaml).data.layout == "trimmed"
 
 
+@pytest.mark.parametrize(("steps", "due"), [(1, False), (3, True), (4, False), (6, True), (8, True)])
+def test_when_a_held_out_loss_is_due(run_yaml: Path, steps: int, due: bool) -> None:
+    evaluate = load_settings(run_yaml, ["evaluate.held_out=others", "evaluate.every_steps=3"]).evaluate
+    assert evaluate.due(steps, 8) == due
+    assert not load_settings(run_yaml).evaluate.due(200, 200)
+
+
 # --- refused
 
 
@@ -413,6 +420,16 @@ def test_a_packed_row_of_all_context_slots(run_yaml: Path) -> None:
             "pipeline.feature_cache=disk",
             "pipeline.feature_cache: disk keeps features by batch, so it needs data.reshuffle: batches, got samples "
             "(in RUN.yaml with override 'pipeline.feature_cache=disk').",
+        ),
+        (
+            "evaluate.held_out=dataset/.",
+            "evaluate.held_out must be none of the folders of data.dataset, got dataset/. "
+            "(in RUN.yaml with override 'evaluate.held_out=dataset/.').",
+        ),
+        ("evaluate.held_out=''", "evaluate.held_out must not be empty, got '' (in override \"evaluate.held_out=''\")."),
+        (
+            "evaluate.every_steps=0",
+            "evaluate.every_steps must be greater than or equal to 1, got 0 (in override 'evaluate.every_steps=0').",
         ),
     ],
 )

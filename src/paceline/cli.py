@@ -15,6 +15,7 @@ from paceline.cli_bench import bench
 from paceline.cli_generate import generate
 from paceline.cli_options import (
     AsJson,
+    Checkpoint,
     Device,
     MaskToken,
     Number,
@@ -211,13 +212,14 @@ def train(
 
 @app.command()
 def evaluate(
-    run_dir: Annotated[Path, typer.Argument(help="Folder of a finished run.")],
+    run_dir: Annotated[Path, typer.Argument(help="Folder of a run, finished or with --checkpoint.")],
     prompts: Annotated[Path, typer.Argument(help='JSONL file, a line {"prompt": text} or {"messages": [...]}.')],
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Longest answer, in tokens.")] = 256,
     rows: Annotated[int, typer.Option(min=1, help="Prompts that are decoded at once.")] = 8,
     timed_prompts: Annotated[int, typer.Option(min=0, help="Prompts timed one by one against plain decoding.")] = 8,
     device: Device = None,
     dtype: Annotated[Number, typer.Option(help="Number format; only float32 is exactly lossless.")] = "float32",
+    checkpoint: Checkpoint = None,
     json: AsJson = False,
 ) -> None:
     """Measure acceptance by true speculative decoding, and check that its output is the target's own."""
@@ -235,23 +237,27 @@ def evaluate(
         timed_prompts=timed_prompts,
         untrained_prompts=0,
         console=console,
+        checkpoint=checkpoint,
     )
     finish(console, json, report, evaluation_text(report))
 
 
 @app.command()
 def export(
-    run_dir: Annotated[Path, typer.Argument(help="Folder of a finished run.")],
+    run_dir: Annotated[Path, typer.Argument(help="Folder of a run, finished or with --checkpoint.")],
     out: Annotated[Path | None, typer.Option(help="Folder to write. Default: RUN_DIR/export.")] = None,
     dtype: Annotated[Number, typer.Option(help="Number format of the written weights.")] = "bfloat16",
+    checkpoint: Checkpoint = None,
     overwrite: Overwrite = False,
     json: AsJson = False,
 ) -> None:
     """Write the drafter as a folder that z-lab's code, SGLang and vLLM load, and check it by reading it back."""
     from paceline.recipes.export import export as recipe
 
-    summary = recipe(run_dir, out, dtype=dtype, overwrite=overwrite)
-    text = f"Wrote {summary['parameters']:,} parameters ({summary['dtype']}) to {summary['folder']}; read back equal."
+    summary = recipe(run_dir, out, dtype=dtype, overwrite=overwrite, checkpoint=checkpoint)
+    source = f" of checkpoint {summary['checkpoint']}" if summary["checkpoint"] else ""
+    what = f"{summary['parameters']:,} parameters{source} ({summary['dtype']})"
+    text = f"Wrote {what} to {summary['folder']}; read back equal."
     finish(Console(json=json), json, summary, text)
 
 

@@ -15,6 +15,13 @@ Revision = Annotated[str | None, typer.Option(help="Commit of the hub id.")]
 Device = Annotated[
     str | None, typer.Option(help="Where to run, such as cpu or cuda:0. Default: a GPU if there is one.")
 ]
+Checkpoint = Annotated[
+    str | None,
+    typer.Option(
+        metavar="latest|best|STEPS",
+        help="Weights of that checkpoint, also of a run that is not finished. Default: the finished drafter.",
+    ),
+]
 Number = Literal["float32", "bfloat16"]
 MaskToken = Annotated[
     int | None, typer.Option(min=0, help="Token id of the mask: an embedding row that data never uses.")

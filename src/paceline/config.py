@@ -186,6 +186,20 @@ class CheckpointSettings(Section):
     grace_s: float = Field(60.0, gt=0, le=1e6, description="longest a stop may take, from SIGTERM or SIGINT on, in s")
 
 
+class EvaluateSettings(Section):
+    """The loss on held-out completions while the run trains; the checkpoint with the lowest stays."""
+
+    held_out: str | None = Field(
+        None, min_length=1, description="dataset folder that `paceline prepare` wrote of others; null: no held-out loss"
+    )
+    every_steps: Count = Field(200, description="optimizer steps between two held-out losses; the last step has one")
+    max_rows: Count = Field(256, description="rows of it that are looked at, the first ones")
+
+    def due(self, steps: int, total_steps: int) -> bool:
+        """Return whether a held-out loss follows when `steps` are done."""
+        return self.held_out is not None and (steps % self.every_steps == 0 or steps == total_steps)
+
+
 class RunSettings(Section):
     """Everything a run depends on."""
 
@@ -196,9 +210,13 @@ class RunSettings(Section):
     train: TrainSettings = TrainSettings()
     pipeline: PipelineSettings = PipelineSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
+    evaluate: EvaluateSettings = EvaluateSettings()
 
     @model_validator(mode="after")
     def _check(self) -> "RunSettings":
+        held_out = self.evaluate.held_out
+        if held_out is not None and os.path.realpath(held_out) in map(os.path.realpath, self.data.folders):
+            raise ValueError(f"evaluate.held_out must be none of the folders of data.dataset, got {held_out}")
         if self.pipeline.feature_cache != "off" and self.data.reshuffle != "batches":
             raise ValueError(
                 f"pipeline.feature_cache: {self.pipeline.feature_cache} keeps features by batch, so it needs "

@@ -61,6 +61,7 @@ class TokenBatch:
     lengths: tuple[int, ...]  # real tokens of each sample
     places_T: Tensor  # int64 [T], where each real token is in input_ids.flatten(), samples end to end
     blocks: BlockSet
+    held_out: bool = False  # only looked at, after its step: nothing is learnt from it
 
     @property
     def packed(self) -> bool:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.checkpoint.drafter import load_meta, load_weights
+from paceline.checkpoint.drafter import DrafterMeta, find_drafter
 from paceline.checkpoint.folder import claimed, whole_folder
+from paceline.config import DrafterSettings
 from paceline.records import UserError
 
 
@@ -105,17 +106,20 @@ def test_a_lock_of_another_machine_is_explained(tmp_path: Path) -> None:
             pass
 
 
-def test_a_damaged_run_folder_is_one_sentence(tmp_path: Path) -> None:
+def test_a_damaged_run_folder_is_one_sentence(tmp_path: Path, shape: DrafterSettings) -> None:
     (tmp_path / "drafter").mkdir()
     for text in ("{", "[]", json.dumps({"settings": {}})):
         (tmp_path / "drafter" / "drafter.json").write_text(text)
         with pytest.raises(UserError, match="cannot be understood"):
-            load_meta(tmp_path)
+            find_drafter(tmp_path)
+    meta = DrafterMeta(shape, "target", "r", 6, 64, 128, 512, 9)
+    (tmp_path / "drafter" / "drafter.json").write_text(json.dumps(meta.tree()))
+    assert find_drafter(tmp_path).meta == meta
     with pytest.raises(UserError, match="missing or damaged"):
-        load_weights(tmp_path)
+        find_drafter(tmp_path).weights()
     (tmp_path / "drafter" / "model.safetensors").write_bytes(b"12345678")
     with pytest.raises(UserError, match="missing or damaged"):
-        load_weights(tmp_path)
+        find_drafter(tmp_path).weights()
 
 
 def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from paceline.checkpoint import saver as module
 from paceline.checkpoint import store
+from paceline.checkpoint.best import Best
 from paceline.checkpoint.saver import Saver
 from paceline.config import CheckpointSettings
 from paceline.records import RunError
@@ -35,10 +36,24 @@ class Told(list[tuple[str, dict[str, Any]]]):
 
 @pytest.fixture
 def make(tmp_path: Path) -> Callable[..., tuple[Saver, Told]]:
-    def make(*, stopping: Callable[[], bool] = lambda: False, **settings: Any) -> tuple[Saver, Told]:
+    def make(
+        *,
+        stopping: Callable[[], bool] = lambda: False,
+        best: Best | None = None,
+        total_steps: int | None = None,
+        **settings: Any,
+    ) -> tuple[Saver, Told]:
         told = Told()
         made = CheckpointSettings(**settings)
-        saver = Saver(tmp_path, made, describe=lambda: {"a": 1}, tell=told, stopping=stopping)
+        saver = Saver(
+            tmp_path,
+            made,
+            describe=lambda: {"a": 1},
+            tell=told,
+            stopping=stopping,
+            best=best,
+            total_steps=total_steps,
+        )
         saver.prepare(TENSORS)
         return saver, told
 
@@ -50,9 +65,9 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Writes wait for it."""
     opened, whole = threading.Event(), store.write
 
-    def write(*args: Any) -> None:
+    def write(*args: Any, **more: Any) -> None:
         assert opened.wait(10)
-        whole(*args)
+        whole(*args, **more)
 
     monkeypatch.setattr(store, "write", write)
     return opened
@@ -198,13 +213,69 @@ def test_a_run_that_waits_for_room_can_be_stopped(make: Any, monkeypatch: pytest
     assert store.saved_steps(tmp_path) == []
 
 
+def test_the_best_is_saved_whether_or_not_it_is_time(make: Any, tmp_path: Path) -> None:
+    best = Best()
+    saver, told = make(every_steps=4, keep=1, best=best, total_steps=11)
+    losses = {2: 5.0, 4: 4.0, 6: 4.5, 8: 4.5, 10: 3.0, 11: 2.0}
+    for steps in range(1, 12):
+        if steps in losses:
+            best.offer(steps, losses[steps])
+        with saver:
+            saver.between_steps(steps, TENSORS, last=False)
+    saves = {values["steps"]: values["best"] for event, values in told if event == "checkpoint"}
+    assert saves == {2: True, 4: True, 8: False, 10: True, 11: True}
+    assert store.named(tmp_path, "best", []).steps == 11
+    assert store.saved_steps(tmp_path) == [11]
+
+
+def test_the_end_is_saved_only_if_it_is_the_best(make: Any, tmp_path: Path) -> None:
+    best = Best()
+    saver, told = make(every_steps=1, best=best, total_steps=2)
+    best.offer(1, 1.0)
+    best.offer(2, 1.0)
+    with saver:
+        saver.between_steps(1, TENSORS, last=False)
+        saver.between_steps(2, TENSORS, last=False)
+    assert [(event, values["steps"]) for event, values in told] == [("checkpoint", 1)]
+
+
+def test_the_best_waits_for_the_save_before_it(make: Any, gate: Any, tmp_path: Path) -> None:
+    best = Best()
+    saver, told = make(every_steps=2, best=best)
+    with saver:
+        saver.between_steps(2, TENSORS, last=False)
+        best.offer(3, 1.0)
+        threading.Timer(0.2, gate.set).start()
+        saver.between_steps(3, TENSORS, last=False)
+    assert told.kinds == ["checkpoint", "checkpoint"]
+    assert store.named(tmp_path, "best", []).steps == 3
+
+
+def test_a_best_that_cannot_be_saved_is_none(make: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    best = Best()
+    saver, told = make(every_steps=100, keep=1, best=best)
+
+    def broken(*args: Any, **more: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    for steps, loss in ((1, 5.0), (2, 3.0), (3, 4.0)):
+        assert best.offer(steps, loss), "the second is lost, so the third is the best"
+        with monkeypatch.context() as patch, saver:
+            if steps == 2:
+                patch.setattr(store, "write", broken)
+            saver.between_steps(steps, TENSORS, last=False)
+        assert best.steps == (1 if steps == 2 else steps)
+        assert store.named(tmp_path, "best", []).steps == best.steps
+    assert told.kinds == ["checkpoint", "checkpoint_failed", "checkpoint"]
+
+
 @pytest.mark.parametrize("on_full_disk", ["stop", "wait"])
 def test_another_fault_of_the_disk_is_told_and_the_run_goes_on(
     make: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, on_full_disk: str
 ) -> None:
     saver, told = make(every_steps=2, on_full_disk=on_full_disk)
 
-    def broken(*args: Any) -> None:
+    def broken(*args: Any, **more: Any) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as patch, saver:

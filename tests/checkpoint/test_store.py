@@ -2,9 +2,11 @@
 
 import json
 import pickletools
+import pkgutil
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,11 +25,11 @@ def tensors(seed: int) -> dict[str, dict[str, torch.Tensor]]:
     return {"drafter": weight, "optimizer": {"step.norm.weight": torch.tensor(3.0 + seed)}}
 
 
-def save(run: Path, steps: int) -> None:
+def save(run: Path, steps: int, *, best: bool = False) -> None:
     copies = {name: HostCopy(group) for name, group in tensors(steps).items()}
     for name, copy in copies.items():
         copy.take(tensors(steps)[name])
-    store.write(run, steps, copies, {"settings": {"a": 1}})
+    store.write(run, steps, copies, {"settings": {"a": 1}}, best=best)
 
 
 @pytest.fixture
@@ -160,6 +162,129 @@ def test_the_newest_stay_and_none_behind_what_was_gone_on_from(run: Path, steps:
     store.prune(run, steps, keep)
     assert store.saved_steps(run) == stay
     assert not list((run / "checkpoints").glob(".*"))
+
+
+def test_the_best_stays_too(run: Path) -> None:
+    save(run, 8, best=True)
+    for steps in (10, 12, 14):
+        save(run, steps)
+        store.prune(run, steps, 2)
+        assert store.saved_steps(run) == sorted({8, steps - 2, steps})
+    save(run, 16, best=True)
+    store.prune(run, 16, 1)
+    assert store.saved_steps(run) == [16], "the best before it goes"
+
+
+@pytest.mark.parametrize("text", ["", "step-4", "step-00000009", None])
+def test_a_pointer_to_no_best_lets_none_stay(run: Path, text: str | None) -> None:
+    if text is not None:
+        (run / "checkpoints" / "best").write_text(text)
+    store.prune(run, 6, 1)
+    assert store.saved_steps(run) == [6]
+
+
+def test_the_best_is_pointed_at_where_it_is_there(run: Path) -> None:
+    pointer = run / "checkpoints" / "best"
+    assert store.point_best(run, 4)
+    assert pointer.read_text() == "step-00000004"
+    assert store.named(run, "best", ["drafter.safetensors"]).steps == 4
+    for gone in (5, None):
+        store.point_best(run, 4)
+        assert not store.point_best(run, gone)
+        assert not pointer.exists()
+    assert not store.point_best(run / "elsewhere", None)
+
+
+class Killed(BaseException):
+    """No handler of errors sees it."""
+
+
+OPERATIONS = (("os", "fsync"), ("pathlib.Path", "rename"), ("pathlib.Path", "mkdir"), ("shutil", "rmtree"))
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_any_operation_on_the_disk_may_be_the_last_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bool
+) -> None:
+    """A save of a best state that is killed leaves the state before it, or itself, and a best that is whole."""
+    for call in range(99):
+        run, count = tmp_path / f"killed-{call}", [0]
+        if not first:
+            save(run, 2, best=True)
+            save(run, 4)
+            save(run, 6)
+            store.prune(run, 6, 1)
+        with monkeypatch.context() as patch:
+            for module, name in OPERATIONS:
+                whole = getattr(pkgutil.resolve_name(module), name)
+
+                def last(*args: Any, whole: Any = whole, call: int = call, count: Any = count, **more: Any) -> Any:
+                    count[0] += 1
+                    if count[0] > call:
+                        raise Killed
+                    return whole(*args, **more)
+
+                patch.setattr(f"{module}.{name}", last)
+            try:
+                save(run, 8, best=True)
+                store.prune(run, 8, 1)
+                ended = True
+            except Killed:
+                ended = False
+        if ended:
+            break
+        store.sweep(run)
+        saved, told = newest(run)
+        assert told == []
+        steps = saved.steps if saved else None
+        assert steps in ((None, 8) if first else (6, 8)), call
+        # As who goes on does: what the checkpoint says of the best is what is pointed at.
+        best = {None: None, 6: 2, 8: 8}[steps]
+        assert store.point_best(run, best) == (best is not None)
+        if best is not None:
+            assert store.named(run, "best", ["drafter.safetensors"]).steps == best
+    assert call > 15
+
+
+def test_a_checkpoint_by_its_name(run: Path) -> None:
+    needed = ["drafter.safetensors"]
+    assert [store.named(run, name, needed).steps for name in ("latest", "2", "000004")] == [6, 2, 4]
+    which = r" There are checkpoints after step 2, 4, 6\."
+    for name, sentence in (
+        ("5", r"^There is no checkpoint after step 5 in .*checkpoints\." + which),
+        ("best", r"^There is no best checkpoint in .*" + which + " A run has a best one once evaluate.held_out is set"),
+        ("newest", "^A checkpoint is named latest, best or by its number of steps, got 'newest'." + which),
+        ("-1", "got '-1'"),
+        ("²", "got '²'"),
+        ("../latest", "got '../latest'"),
+        ("", "got ''"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            store.named(run, name, needed)
+    for name in ("latest", "best", "4"):
+        with pytest.raises(UserError, match=r"There is no .* in .*none/checkpoints\. There is none\."):
+            store.named(run / "none", name, needed)
+
+
+@pytest.mark.parametrize("text", ["", "step-00000009", "../../elsewhere", b"\xff"])
+def test_a_damaged_best_is_named(run: Path, text: str | bytes) -> None:
+    pointer = run / "checkpoints" / "best"
+    pointer.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(UserError, match=r"best.*|Checkpoint .*step-00000009 is damaged: manifest.json cannot") as told:
+        store.named(run, "best", ["drafter.safetensors"])
+    assert "There are checkpoints after step 2, 4, 6. Name another." in str(told.value)
+    assert newest(run)[0] is not None, "what a run goes on from does not depend on it"
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_only_the_files_that_are_needed_are_compared(run: Path, how: str) -> None:
+    store.point_best(run, 4)
+    place = run / "checkpoints" / "step-00000004"
+    DAMAGES[how](place / "optimizer.safetensors")
+    assert store.named(run, "best", ["drafter.safetensors"]).steps == 4
+    DAMAGES[how](place / "drafter.safetensors")
+    with pytest.raises(UserError, match=rf"^Checkpoint {place} is damaged: .*drafter\.safetensors .* Name another"):
+        store.named(run, "best", ["drafter.safetensors"])
 
 
 def test_what_was_not_finished_is_swept(run: Path) -> None:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -109,17 +110,21 @@ def survival() -> Survival:
 
 
 class Lab:
-    """Makes runs of 14 steps over more than one epoch, saved every second step, and looks at what they leave."""
+    """Makes runs of 14 steps over more than one epoch, saved every second step, and looks at what they leave.
 
-    def __init__(self, folder: Path, tree: Any, server: Any) -> None:
+    `held_out` is a dataset that they do not train on.
+    """
+
+    def __init__(self, folder: Path, tree: Any, server: Any, held_out: str) -> None:
         self._folder, self._tree, self._server = folder, tree, server
+        self.held_out = held_out
         self.children: list[Child] = []
 
     def settings(self, name: str, changes: Changes | None = None) -> Path:
         """Write the settings of a run and return its folder."""
         tree = {**self._tree, "run_dir": str(self._folder / name)}
         for section, values in (changes or {}).items():
-            tree[section] = tree[section] | values
+            tree[section] = tree.get(section, {}) | values
         (self._folder / f"{name}.yaml").write_text(dump_settings(RunSettings.model_validate(tree)))
         return self._folder / name
 
@@ -153,8 +158,9 @@ class Lab:
         return told(run, kind)
 
     def assert_equal(self, run: Path, whole: Path) -> None:
-        """Both runs told the same of every step, leave the same weights, and nothing else."""
+        """Both runs told the same of every step and held-out loss, leave the same weights, and nothing else."""
         assert steps(run) == steps(whole)
+        assert steps(run, "held_out") == steps(whole, "held_out")
         one, other = (load_file(folder / "drafter" / "model.safetensors") for folder in (run, whole))
         assert one.keys() == other.keys()
         assert all(torch.equal(one[name], other[name]) for name in one)
@@ -164,12 +170,14 @@ class Lab:
         assert os.listdir(self._folder / "tmp") == []
         pids = [str(child.pid) for child in self.children]
         assert not [name for name in os.listdir("/dev/shm") if any(pid in name for pid in pids)]
+        assert best_of(run) == best_of(whole)
         if not (run / "checkpoints").exists():
             return
-        latest, *kept = sorted(path.name for path in (run / "checkpoints").iterdir())
-        assert latest == "latest"
-        assert (run / "checkpoints" / latest).read_text() == kept[-1]
-        assert len(kept) <= 2
+        names = sorted(path.name for path in (run / "checkpoints").iterdir())
+        kept = [name for name in names if name not in ("latest", "best")]
+        assert (run / "checkpoints" / "latest").read_text() == kept[-1]
+        assert all(name.startswith("step-") for name in kept)
+        assert len(kept) <= (2 if best_of(run) is None else 3)
 
 
 def events(run: Path) -> list[dict[str, Any]]:
@@ -187,14 +195,22 @@ def told(run: Path, kind: str) -> int:
     return sum(event["event"] == kind for event in events(run))
 
 
-def steps(run: Path) -> dict[int, dict[str, Any]]:
-    """Return what every step told; a step that was made again must have told the same."""
+def steps(run: Path, kind: str = "step") -> dict[int, dict[str, Any]]:
+    """Return what every step, or held-out loss, told; one that was made again must have told the same."""
     found: dict[int, dict[str, Any]] = {}
     for event in events(run):
-        if event["event"] == "step":
+        if event["event"] == kind:
             del event["t"]
-            assert found.setdefault(event["step"], event) == event
+            assert found.setdefault(event["step" if kind == "step" else "steps"], event) == event
     return found
+
+
+def best_of(run: Path) -> tuple[str, bytes] | None:
+    """Return the name and the weights of a run's best checkpoint."""
+    pointer = run / "checkpoints" / "best"
+    if not pointer.exists():
+        return None
+    return pointer.read_text(), (pointer.with_name(pointer.read_text()) / "drafter.safetensors").read_bytes()
 
 
 @pytest.fixture(scope="session")
@@ -220,7 +236,9 @@ def lab(
         "pipeline": {"targets": ["cpu"], "drafters": ["cpu"]},
         "checkpoint": {"every_steps": 2},
     }
-    made = Lab(tmp_path, tree, server)
+    draw = np.random.default_rng(7)
+    others = [(draw.integers(4, 128, draw.integers(8, 41)).tolist(), 3) for _ in range(8)]
+    made = Lab(tmp_path, tree, server, str(write_dataset(others, "held-out")))
     yield made
     for child in made.children:
         if child.process.is_alive():

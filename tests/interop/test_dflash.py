@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline import blocks
-from paceline.checkpoint.drafter import DrafterMeta, load_meta, load_weights, save_drafter
+from paceline.checkpoint.drafter import DrafterMeta, find_drafter, save_drafter
 from paceline.config import DrafterSettings, RunSettings
 from paceline.data.chat import prompt_ids
 from paceline.data.manifest import Origin, tokenizer_fingerprint
@@ -163,8 +163,8 @@ def exchange(peer: Callable[..., Any], run: Path, facts: TargetFacts, groups: li
 
 
 def load_drafter(run: Path) -> Drafter:
-    meta = load_meta(run)
-    return Drafter.from_weights(meta.settings, meta.hidden_size, load_weights(run))
+    found = find_drafter(run)
+    return Drafter.from_weights(found.meta.settings, found.meta.hidden_size, found.weights())
 
 
 Session = tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]  # for the peer, its inputs, our hidden states
@@ -289,7 +289,7 @@ def check_reading(exchange: Exchange) -> None:
     assert exchange.reply["versions"]["dflash"] == "0.1.0"
     assert {name: found for name, found in exchange.reply["loading"].items() if found} == {}
     assert {"missing_keys", "unexpected_keys", "mismatched_keys"} <= exchange.reply["loading"].keys()
-    meta = load_meta(exchange.run)
+    meta = find_drafter(exchange.run).meta
     shape = meta.settings
     read = dict(exchange.reply["config"])
     assert read.pop("rope").items() >= {"rope_type": "default", "rope_theta": shape.rope_theta}.items()
@@ -342,7 +342,7 @@ def test_hidden_states_equal_the_peers(trained: Exchange) -> None:
 @pytest.mark.parametrize("rows", [1, 3])
 def test_the_peers_loop_gives_the_same_tokens_and_acceptance_lengths(trained: Exchange, rows: int) -> None:
     done = check_generation(trained, rows)
-    B = load_meta(trained.run).settings.block_size
+    B = find_drafter(trained.run).meta.settings.block_size
     theirs = [reply["acceptance_lengths"] for reply in trained.reply["generate"][0]]
     tau = acceptance(done, B).tau
     assert tau == pytest.approx(fmean(fmean(lengths) for lengths in theirs if lengths))
@@ -350,7 +350,7 @@ def test_the_peers_loop_gives_the_same_tokens_and_acceptance_lengths(trained: Ex
 
 
 def test_the_comparison_sees_accepted_and_rejected_drafts_and_every_kind_of_end(trained: Exchange) -> None:
-    B = load_meta(trained.run).settings.block_size
+    B = find_drafter(trained.run).meta.settings.block_size
     long, stopped, *limited = trained.reply["generate"]
     lengths = [length for reply in long for length in reply["acceptance_lengths"]]
     assert 1.3 < fmean(lengths) < B  # over all cycles

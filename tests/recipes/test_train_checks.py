@@ -9,6 +9,7 @@ import pytest
 
 from paceline.config import DrafterSettings, RunSettings
 from paceline.data.mixture import Mixture, open_mixture
+from paceline.data.store import CompletionDataset, open_dataset
 from paceline.observe.console import Console
 from paceline.recipes import train_checks
 from paceline.recipes.train_checks import check_inputs, check_run_folder
@@ -34,14 +35,19 @@ def settings(tmp_path: Path, tiny_folder: Path, shape: DrafterSettings, write_da
 def check(settings: RunSettings, tiny: TargetFacts, tmp_path: Path) -> Check:
     """Return a check of the settings with another mask token or another manifest of the second dataset."""
 
-    def run(mask: int = 3, origin: dict[str, Any] | None = None, **manifest: Any) -> None:
+    def run(
+        mask: int = 3,
+        origin: dict[str, Any] | None = None,
+        held_out: CompletionDataset | None = None,
+        **manifest: Any,
+    ) -> None:
         drafter = settings.drafter.model_copy(update={"mask_token_id": mask})
         mixture: Mixture = open_mixture(settings.data)
         second = mixture.datasets[1]
         second.manifest = replace(second.manifest, origin=replace(second.manifest.origin, **origin or {}), **manifest)
         changed = settings.model_copy(update={"drafter": drafter})
         # Named as the settings do: the facts of the fixture carry the same folder.
-        check_inputs(changed, tiny, mixture, Console(json=False))
+        check_inputs(changed, tiny, mixture, Console(json=False), held_out)
 
     return run
 
@@ -88,3 +94,39 @@ def test_a_run_lies_in_none_of_its_datasets(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=rf"run_dir must not lie in the dataset .*{name} \(data\.dataset\)"):
             check_run_folder(tmp_path / name / "run", [str(tmp_path / "one"), str(tmp_path / "two")], resume=False)
     check_run_folder(tmp_path / "run", [str(tmp_path / "one"), str(tmp_path / "two")], resume=False)
+
+
+def test_the_held_out_dataset_is_checked_like_the_others(check: Check, write_dataset: Callable[..., Path]) -> None:
+    def held(token: int, **changes: Any) -> CompletionDataset:
+        made = open_dataset(write_dataset([([5, 6, 7, token], 1)], "held"))
+        made.manifest = replace(made.manifest, **changes)
+        return made
+
+    check(held_out=held(10))
+    for changes, sentence in (
+        ({"largest_id": 128}, r"Token ids must lie in 0\.\.127 .*held holds 128: the dataset is damaged"),
+        ({"longest": 5000}, r"data\.max_length \(4,096\) tokens, but .*held has one of 5,000"),
+        (
+            {"origin": replace(held(10).manifest.origin, tokenizer="a" * 64)},
+            r"^Dataset .*held was prepared with the tok",
+        ),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            check(held_out=held(10, **changes))
+    with pytest.raises(UserError, match=r"token 12 is in row 0 of .*held\. Choose another id"):
+        check(held_out=held(12), mask=12)
+
+
+def test_a_copy_of_a_training_dataset_holds_nothing_out(check: Check, write_dataset: Callable[..., Path]) -> None:
+    copy = open_dataset(write_dataset([([5, 6, 7, 9], 1)], "copy"))
+    with pytest.raises(
+        UserError, match=r"must hold other rows than data\.dataset, but .*copy holds those of .*two\. Pre"
+    ):
+        check(held_out=copy)
+
+
+def test_a_run_does_not_lie_in_its_held_out_dataset(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"must not lie in the dataset .*two \(evaluate\.held_out\), got"):
+        check_run_folder(
+            tmp_path / "two" / "run", [str(tmp_path / "one")], resume=False, held_out=str(tmp_path / "two")
+        )

@@ -44,14 +44,14 @@ def settings(
 
 
 @pytest.fixture
-def stopped(monkeypatch: pytest.MonkeyPatch) -> Callable[[RunSettings], Path]:
-    """Return what trains a run and stops it after 5 steps."""
+def stopped(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Return what trains a run (of 12 steps, or so many) and stops it after 5 steps."""
 
-    def stop(tree: RunSettings) -> Path:
+    def stop(tree: RunSettings, of: int = 12) -> Path:
         run = Path(tree.run_dir)
         with monkeypatch.context() as patch:
             patch.setattr(StopRequest, "__call__", lambda self: _steps(run) >= 4)
-            with pytest.raises(Interrupted, match=rf"^after step 5 of 12, saved\. .*`paceline train {run} --resume`"):
+            with pytest.raises(Interrupted, match=rf"^after step 5 of {of}, saved\. .*`paceline train {run} --resume`"):
                 train(tree, console=Console(json=True))
         return run
 
@@ -178,6 +178,104 @@ def test_a_damaged_checkpoint_is_left_behind_only_on_request(settings: Any, stop
     assert resume(settings("cut"), previous=True)["loss"] == whole["loss"]
     assert sorted(os.listdir(run / "checkpoints")) == ["latest", "step-00000006", "step-00000009"]
     assert all(torch.equal(tensor, weights(run)[key]) for key, tensor in weights(Path(whole["run"])).items())
+
+
+@pytest.fixture
+def held_out(write_dataset: Callable[..., Path], random_rows: list) -> str:
+    return str(write_dataset([(ids[::-1], prompt) for ids, prompt in random_rows[:9]], "held"))
+
+
+def looked(run: Path) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    return [{**event, "t": 0} for event in found if event["event"] == "held_out"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("steps", [4, 5], ids=["before the step is told of", "while it is looked at"])
+def test_a_run_that_stops_where_a_held_out_loss_is_due_has_it_once(
+    settings: Any, monkeypatch: pytest.MonkeyPatch, held_out: str, steps: int, ranks: int
+) -> None:
+    changes = {"evaluate": {"held_out": held_out, "every_steps": 5}, "pipeline": {"drafters": ["cpu"] * ranks}}
+    whole = train(settings("whole", **changes), console=Console(json=True))
+    run = Path(settings("cut").run_dir)
+    with monkeypatch.context() as patch:
+        patch.setattr(StopRequest, "__call__", lambda self: _steps(run) >= steps)
+        with pytest.raises(Interrupted, match=r"^after step 5 of 12, saved\."):
+            train(settings("cut", **changes), console=Console(json=True))
+    assert [event["steps"] for event in looked(run)] == [5]
+    state = json.loads((run / "checkpoints" / "step-00000005" / "state.json").read_text())
+    assert state["best"] == {"steps": 5, "loss": looked(run)[0]["loss"]}
+    parts = resume(settings("cut", **changes))
+    assert looked(run) == looked(Path(whole["run"]))
+    assert (parts["best"], parts["held_out_loss"]) == (whole["best"], whole["held_out_loss"])
+
+
+def test_the_best_so_far_is_known_when_a_run_goes_on(settings: Any, stopped: Any, held_out: str) -> None:
+    changes = {"evaluate": {"held_out": held_out, "every_steps": 3}, "train": {"epochs": 20, "max_steps": 21}}
+    whole = train(settings("whole", **changes), console=Console(json=True))
+    assert {event["best"] for event in looked(Path(whole["run"]))} == {True, False}
+    run = stopped(settings("cut", **changes), 21)
+    (run / "checkpoints" / "best").write_text("step-00000099")  # as a crash may leave it, ahead of the state
+    assert resume(settings("cut", **changes))["best"] == whole["best"]
+    assert looked(run) == looked(Path(whole["run"]))
+    pointer = run / "checkpoints" / "best"
+    assert pointer.read_text() == f"step-{whole['best']['steps']:08d}"
+
+
+def test_a_best_that_is_gone_is_said_and_is_no_bar(
+    settings: Any, held_out: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rises = {"epochs": 20, "lr": 3e-3, "warmup_share": 0.0, "schedule": "wsd"}  # from step 9 to step 12
+    changes = {"evaluate": {"held_out": held_out, "every_steps": 3}, "train": rises}
+    whole = train(settings("whole", **changes), console=Console(json=True))
+    assert whole["best"]["steps"] == 9
+    run = Path(settings("cut").run_dir)
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        patch.setattr(StopRequest, "__call__", lambda self: _steps(run) >= 10)
+        train(settings("cut", **changes), console=Console(json=True))
+    shutil.rmtree(run / "checkpoints" / "step-00000009")
+    assert resume(settings("cut", **changes))["best"] == {"steps": 12, "loss": whole["held_out_loss"]}
+    told = " ".join(capsys.readouterr().err.split())
+    assert "the best checkpoint, after step 9, is gone: the next held-out loss counts as the best" in told
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    assert [event["best"] for event in events if event["event"] == "resumed"] == [None]
+
+
+def test_held_out_rows_may_move_and_come_more_often_but_not_change(
+    settings: Any, stopped: Any, tmp_path: Path, held_out: str, write_dataset: Any, random_rows: list
+) -> None:
+    changes = {"evaluate": {"held_out": held_out, "every_steps": 3, "max_rows": 7}}
+    run = stopped(settings("cut", **changes))
+    other = str(write_dataset(random_rows[3:12], "other"))
+    for section, sentence in (
+        (
+            {"held_out": other},
+            r"needs the held-out data as before, [0-9a-f]{16}, got [0-9a-f]{16}\. Put evaluate\.held_",
+        ),
+        (
+            {"held_out": None},
+            r"needs the held-out data as before, [0-9a-f]{16}, got None\. Put evaluate\.held_out back",
+        ),
+        ({"max_rows": 8}, r"evaluate\.max_rows was 7 and is 8\. Put that back"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            resume(settings("cut", evaluate=changes["evaluate"] | section))
+    (tmp_path / "held").rename(tmp_path / "moved")
+    resume(settings("cut", evaluate={"held_out": str(tmp_path / "moved"), "every_steps": 4, "max_rows": 7}))
+    assert [event["steps"] for event in looked(run)] == [3, 8, 12]
+
+
+def test_room_for_the_best_is_asked_for_too(settings: Any, held_out: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = []
+    for changes in ({}, {"evaluate": {"held_out": held_out}}):
+        tree = settings("full", **changes)
+        with monkeypatch.context() as patch:
+            patch.setattr(train_resume, "free_bytes", lambda run: 1000)
+            with pytest.raises(UserError, match=r"for 2 checkpoints \(checkpoint.keep\),(.*) one more while") as told:
+                train(tree, console=Console(json=True))
+        needed.append(float(str(told.value).split(" needs ")[1].split()[0]))
+    assert needed[1] / needed[0] == pytest.approx(5 / 4, rel=0.01)
+    assert " the best one (evaluate.held_out)," in str(told.value)
 
 
 def test_no_room_is_said_before_anything_is_loaded(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:

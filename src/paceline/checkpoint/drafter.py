@@ -1,4 +1,7 @@
-"""What a finished run leaves: the drafter and what is needed to build it, and what made it."""
+"""What a run leaves: the drafter and what is needed to build it, and what made it.
+
+`find_drafter` is the one place that says which weights are meant: the finished drafter's or a checkpoint's.
+"""
 
 import json
 import platform
@@ -7,18 +10,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from paceline.checkpoint import store
 from paceline.checkpoint.folder import sync, sync_files, whole_folder, write_whole
 from paceline.config import DrafterSettings
 from paceline.records import UserError
 
 
-def save_provenance(run: Path, *, target: dict[str, str], dataset: dict[str, str] | list[dict[str, str]]) -> None:
-    """Write what made a run: command line, versions, machine, and which target and dataset it read."""
+def save_provenance(
+    run: Path,
+    *,
+    target: dict[str, str],
+    dataset: dict[str, str] | list[dict[str, str]],
+    held_out: dict[str, str] | None = None,
+) -> None:
+    """Write what made a run: command line, versions, machine, and which target and datasets it read."""
     tree = {
         "argv": sys.argv,
         "python": platform.python_version(),
@@ -26,6 +37,7 @@ def save_provenance(run: Path, *, target: dict[str, str], dataset: dict[str, str
         "packages": versions(),
         "target": target,
         "dataset": dataset,
+        "held_out": held_out,
     }
     write_whole(run / "provenance.json", json.dumps(tree, indent=2) + "\n")
 
@@ -54,43 +66,85 @@ class DrafterMeta:
     max_positions: int
     steps: int
 
+    def tree(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return {**{k: getattr(self, k) for k in self.__slots__}, "settings": self.settings.model_dump(mode="json")}
+
+    @classmethod
+    def from_tree(cls, tree: Any, place: Path) -> "DrafterMeta":
+        """Return what `tree` wrote, read from `place`.
+
+        Raises:
+            UserError: it is something else.
+        """
+        try:
+            return cls(**{**tree, "settings": DrafterSettings.model_validate(tree["settings"])})
+        except (ValueError, TypeError, KeyError) as error:
+            raise UserError(
+                f"{place} cannot be understood ({type(error).__name__}). Train again or restore it."
+            ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class SavedDrafter:
+    """Weights that a run left, and what they are of."""
+
+    meta: DrafterMeta
+    path: Path
+    checkpoint: str | None  # the checkpoint's name; None: the finished drafter's
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the weights, float32 on the CPU.
+
+        Raises:
+            UserError: the file is missing or damaged.
+        """
+        try:
+            return load_file(self.path)
+        except (FileNotFoundError, SafetensorError) as error:
+            raise UserError(f"{self.path} is missing or damaged: {error}. Train again or restore it.") from None
+
 
 def save_drafter(run: Path, weights: Mapping[str, Tensor], meta: DrafterMeta) -> Path:
     """Write the drafter of a run and return its folder."""
     with whole_folder(run / "drafter") as aside:
         plain = {name: tensor.detach().to("cpu").contiguous() for name, tensor in weights.items()}
         save_file(plain, aside / "model.safetensors", metadata={"format": "pt"})
-        tree = {**{k: getattr(meta, k) for k in meta.__slots__}, "settings": meta.settings.model_dump(mode="json")}
-        (aside / "drafter.json").write_text(json.dumps(tree, indent=2) + "\n")
+        (aside / "drafter.json").write_text(json.dumps(meta.tree(), indent=2) + "\n")
         sync_files(aside)
     sync(run)
     return run / "drafter"
 
 
-def load_meta(run: Path) -> DrafterMeta:
-    """Return what a run's drafter is, without its weights.
+def find_drafter(run: Path, checkpoint: str | None = None) -> SavedDrafter:
+    """Return a run's finished drafter, or that of a checkpoint: `latest`, `best` or the number of its steps.
+
+    A checkpoint's weights are compared with its manifest; the run need not be finished.
 
     Raises:
-        UserError: the folder is no run with a trained drafter.
+        UserError: the folder is no run with such a drafter, or the checkpoint is damaged.
     """
+    if checkpoint is not None:
+        file = "drafter.safetensors"
+        saved = store.named(run, checkpoint, [file])
+        place = saved.folder / "state.json"
+        if "drafter" not in saved.state:
+            raise UserError(
+                f"{place} does not say what its drafter is: it was written by an earlier paceline. Use that one."
+            )
+        meta = DrafterMeta.from_tree({**saved.state["drafter"], "steps": saved.steps}, place)
+        return SavedDrafter(meta, saved.folder / file, saved.folder.name)
     path = run / "drafter" / "drafter.json"
     if not path.is_file():
-        raise UserError(f"{run} is no folder of a finished run: it has no drafter/drafter.json. Train it first.")
+        raise UserError(
+            f"{run} is no folder of a finished run: it has no drafter/drafter.json. Train it first{_or_another(run)}."
+        )
     try:
         tree = json.loads(path.read_text())
-        return DrafterMeta(**{**tree, "settings": DrafterSettings.model_validate(tree["settings"])})
-    except (ValueError, TypeError, KeyError) as error:
+    except ValueError as error:
         raise UserError(f"{path} cannot be understood ({type(error).__name__}). Train again or restore it.") from None
+    return SavedDrafter(DrafterMeta.from_tree(tree, path), run / "drafter" / "model.safetensors", None)
 
 
-def load_weights(run: Path) -> dict[str, Tensor]:
-    """Return the weights of a run's drafter, float32 on the CPU.
-
-    Raises:
-        UserError: the file is missing or damaged.
-    """
-    path = run / "drafter" / "model.safetensors"
-    try:
-        return load_file(path)
-    except (FileNotFoundError, SafetensorError) as error:
-        raise UserError(f"{path} is missing or damaged: {error}. Train again or restore it.") from None
+def _or_another(run: Path) -> str:
+    return ", or name a checkpoint with --checkpoint" if store.saved_steps(run) else ""

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from paceline.checkpoint import store
+from paceline.checkpoint.best import Best
 from paceline.checkpoint.folder import free_bytes
 from paceline.checkpoint.host import HostCopy
 from paceline.config import CheckpointSettings
@@ -36,10 +37,13 @@ class Saver:
         describe: Callable[[], dict[str, Any]],
         tell: Callable[..., None],
         stopping: Callable[[], bool],
+        best: Best | None = None,
+        total_steps: int | None = None,
     ) -> None:
-        """`describe` returns what state.json holds."""
+        """`describe` returns what state.json holds. After `total_steps` only a best state is saved."""
         self._run, self._settings = run, settings
         self._describe, self._tell, self._stopping = describe, tell, stopping
+        self._best, self._total_steps = best or Best(), total_steps
         self._copies: dict[str, HostCopy] = {}
         self._thread: threading.Thread | None = None
         self._last = time.monotonic()
@@ -55,19 +59,23 @@ class Saver:
         self._last = time.monotonic()
 
     def between_steps(self, steps: int, tensors: Mapping[str, Mapping[str, Tensor]], *, last: bool) -> None:
-        """Save if it is time, or, if the run stops here, in any case; `steps` are done.
+        """Save if it is time, or, if the run stops here or this state is the best, in any case; `steps` are done.
 
-        Waits for the copy into host memory, for a disk that is full (on_full_disk: wait), and with `last` until the
-        state is on the disk or saving has failed.
+        Waits for the copy into host memory, for a disk that is full (on_full_disk: wait), for a save that is under way
+        where this one must not be missed, and with `last` until the state is on the disk or saving has failed.
 
         Raises:
             RunError: the disk is full (on_full_disk: stop).
         """
+        best = self._best.steps == steps
+        if steps == self._total_steps and not best:
+            return  # the drafter itself is saved
         self._hold()
-        if last:
+        if last or best:
             self._wait()
             if not self._busy():  # it is if we were released: what is being written must not change
-                self._start(steps, tensors)
+                self._start(steps, tensors, best=best)
+            if last:
                 self._wait()
         elif self._due(steps):
             if self._busy():
@@ -111,37 +119,40 @@ class Saver:
                     f"`{store.resume_command(self._run)}`."
                 )
 
-    def _start(self, steps: int, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+    def _start(self, steps: int, tensors: Mapping[str, Mapping[str, Tensor]], *, best: bool = False) -> None:
         self._last = time.monotonic()
         for file, copy in self._copies.items():
             copy.take(tensors[file])
         self._thread = threading.Thread(
-            target=self._save, args=(steps, self._describe()), name="checkpoint", daemon=True
+            target=self._save, args=(steps, self._describe(), best), name="checkpoint", daemon=True
         )
         self._thread.start()
 
-    def _save(self, steps: int, state: dict[str, Any]) -> None:
+    def _save(self, steps: int, state: dict[str, Any], best: bool) -> None:
         began = time.monotonic()
         try:
-            while not self._written(steps, state):
+            while not self._written(steps, state, best):
                 time.sleep(_LOOK_S)
+            self._best.saved(steps)
             nbytes = sum(copy.nbytes for copy in self._copies.values())
             copy_s = sum(copy.copy_s for copy in self._copies.values())
             write_s = time.monotonic() - began
-            self._tell("checkpoint", steps=steps, bytes=nbytes, copy_s=round(copy_s, 3), write_s=round(write_s, 3))
+            times = {"copy_s": round(copy_s, 3), "write_s": round(write_s, 3)}
+            self._tell("checkpoint", steps=steps, best=best, bytes=nbytes, **times)
             with suppress(OSError):  # what cannot be removed is one too many, and no loss
                 store.prune(self._run, steps, self._settings.keep)
         except Exception as error:  # the run goes on: its last checkpoint is as it was
+            self._best.failed(steps)
             if self._settings.on_full_disk == "wait":  # nobody looks for room any more
                 self._full = None
             message = getattr(error, "strerror", None) or str(error) or type(error).__name__
             self._tell("checkpoint_failed", steps=steps, message=message)
 
-    def _written(self, steps: int, state: dict[str, Any]) -> bool:
+    def _written(self, steps: int, state: dict[str, Any], best: bool) -> bool:
         """Write a checkpoint; False if there is no room and waiting for it is what is wanted."""
         try:
             self._check_room()
-            store.write(self._run, steps, self._copies, state)
+            store.write(self._run, steps, self._copies, state, best=best)
         except OSError as error:
             if error.errno not in _FULL:
                 raise

@@ -1,10 +1,11 @@
 """The checkpoints of a run: what they are on disk, which is the newest whole one, and which ones stay.
 
     RUN/checkpoints/latest              name of the newest, replaced in one rename
+    RUN/checkpoints/best                name of the one with the lowest held-out loss, where there is one, likewise
     RUN/checkpoints/step-00001200/      the state after 1,200 optimizer steps
         drafter.safetensors             weights, float32
         optimizer.safetensors           moments and counts, float32
-        state.json                      settings, position, sums, versions, what was read
+        state.json                      settings, position, sums, the best so far, versions, what was read
         manifest.json                   size and sha256 of the files above
 
 The position is the number of steps alone: order and anchors are functions of the settings' seed, and no generator has a
@@ -17,7 +18,8 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ from paceline.records import UserError
 FORMAT = 1
 _NAME = re.compile(r"step-(\d{8,})")
 _STATE = "state.json"
+_TENSORS = ("drafter.safetensors", "optimizer.safetensors")
 
 
 class Damaged(Exception):
@@ -71,13 +74,17 @@ def saved_steps(run: Path) -> list[int]:
     return sorted(int(match[1]) for match in names if match)
 
 
-def write(run: Path, steps: int, tensors: Mapping[str, HostCopy], state: Mapping[str, Any]) -> None:
+def write(
+    run: Path, steps: int, tensors: Mapping[str, HostCopy], state: Mapping[str, Any], *, best: bool = False
+) -> None:
     """Write a checkpoint and point `latest` at it; a reader finds the old state or the new one, never a part.
+
+    If it is the `best`, that pointer comes first: `latest` then never leads to a state whose best is not pointed at.
 
     Raises:
         OSError: as on a full disk. The checkpoints that were there are as before.
     """
-    place = folder_of(run) / f"step-{steps:08d}"
+    place = _place(run, steps)
     with whole_folder(place) as aside:
         text = json.dumps({**state, "format": FORMAT, "steps": steps}, indent=1)
         write_whole(aside / _STATE, text)
@@ -87,7 +94,13 @@ def write(run: Path, steps: int, tensors: Mapping[str, HostCopy], state: Mapping
             files[file] = _entry(copy.nbytes, copy.write(aside / file))
         write_whole(aside / "manifest.json", json.dumps({"format": FORMAT, "files": files}, indent=1))
     sync(place.parent)
+    if best:
+        write_whole(place.parent / "best", place.name)
     write_whole(place.parent / "latest", place.name)
+
+
+def _place(run: Path, steps: int) -> Path:
+    return folder_of(run) / f"step-{steps:08d}"
 
 
 def _entry(nbytes: int, sha256: str) -> dict[str, Any]:
@@ -95,14 +108,16 @@ def _entry(nbytes: int, sha256: str) -> dict[str, Any]:
 
 
 def prune(run: Path, steps: int, keep: int) -> None:
-    """Keep the newest `keep` checkpoints up to the one after `steps` steps, and none behind it.
+    """Keep the newest `keep` checkpoints up to the one after `steps` steps, none behind it, and the best.
 
     Those behind it were passed over, as damaged or by a pointer that a crash left behind.
     """
     found = saved_steps(run)
     stay = [n for n in found if n <= steps][-keep:]
+    with suppress(Damaged):
+        stay.append(_pointed(run, "best"))
     for old in set(found) - set(stay):
-        place = folder_of(run) / f"step-{old:08d}"
+        place = _place(run, old)
         gone = place.with_name(f".{place.name}.gone")  # so that a kill leaves no folder that looks damaged
         place.rename(gone)
         shutil.rmtree(gone)
@@ -113,6 +128,19 @@ def sweep(run: Path) -> None:
     folder = folder_of(run)
     for path in folder.glob(".*"):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def point_best(run: Path, steps: int | None) -> bool:
+    """Let `best` name the checkpoint after so many steps; False, and no pointer, where that is not there.
+
+    Whoever goes on from a checkpoint calls it: a crash may have left a pointer that is ahead of that state.
+    """
+    pointer = folder_of(run) / "best"
+    if steps is None or not _place(run, steps).is_dir():
+        pointer.unlink(missing_ok=True)
+        return False
+    write_whole(pointer, _place(run, steps).name)
+    return True
 
 
 def newest(run: Path, *, previous: bool, tell: Callable[[str], None]) -> Saved | None:
@@ -128,7 +156,8 @@ def newest(run: Path, *, previous: bool, tell: Callable[[str], None]) -> Saved |
     if not steps and not (folder_of(run) / "latest").exists():
         return None
     try:
-        pointed = _pointed(run)
+        # Alone and without a pointer it is the first that was written, and a crash came before its pointer.
+        pointed = steps[0] if len(steps) == 1 and not (folder_of(run) / "latest").exists() else _pointed(run, "latest")
         steps = [n for n in steps if n < pointed]
         return _open(run, pointed)
     except Damaged as error:
@@ -147,20 +176,42 @@ def newest(run: Path, *, previous: bool, tell: Callable[[str], None]) -> Saved |
     raise UserError(f"{damage} There is no older one that is whole. Start anew in another run_dir.")
 
 
-def _pointed(run: Path) -> int:
-    path = folder_of(run) / "latest"
+def named(run: Path, name: str, files: Sequence[str]) -> Saved:
+    """Return a checkpoint by `latest`, `best` or the number of its steps, of which only state and `files` are checked.
+
+    Raises:
+        UserError: there is no such checkpoint, or it is damaged.
+    """
+    there = saved_steps(run)
+    which = f"There are checkpoints after step {', '.join(f'{n}' for n in there)}." if there else "There is none."
+    if name not in ("latest", "best") and not (name.isascii() and name.isdecimal()):
+        raise UserError(f"A checkpoint is named latest, best or by its number of steps, got {name!r}. {which}")
+    pointer = folder_of(run) / name
+    if not there or (name == "best" and not pointer.exists()) or (name.isdecimal() and int(name) not in there):
+        what = f"checkpoint after step {name}" if name.isdecimal() else f"{name} checkpoint"
+        remedy = " A run has a best one once evaluate.held_out is set." if name == "best" else ""
+        raise UserError(f"There is no {what} in {folder_of(run)}. {which}{remedy}")
+    try:
+        return _open(run, int(name) if name.isdecimal() else _pointed(run, name), files)
+    except Damaged as error:
+        raise UserError(f"{error} {which} Name another.") from None
+
+
+def _pointed(run: Path, pointer: str) -> int:
+    path, what = folder_of(run) / pointer, {"latest": "newest", "best": "best"}[pointer]
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise Damaged(f"{path}, which names the newest checkpoint, cannot be read ({_cause(error)}).") from None
+        raise Damaged(f"{path}, which names the {what} checkpoint, cannot be read ({_cause(error)}).") from None
     match = _NAME.fullmatch(text)
     if not match:
-        raise Damaged(f"{path} must name the newest checkpoint, got {text[:40]!r}.")
+        raise Damaged(f"{path} must name the {what} checkpoint, got {text[:40]!r}.")
     return int(match[1])
 
 
-def _open(run: Path, steps: int) -> Saved:
-    place = folder_of(run) / f"step-{steps:08d}"
+def _open(run: Path, steps: int, needed: Sequence[str] = _TENSORS) -> Saved:
+    """Return a checkpoint after its state and the files `needed` were checked; by default all that it lists."""
+    place = _place(run, steps)
     try:
         manifest = json.loads((place / "manifest.json").read_text())
         files = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
@@ -169,7 +220,7 @@ def _open(run: Path, steps: int) -> Saved:
         raise Damaged(f"Checkpoint {place} is damaged: manifest.json cannot be read ({_cause(error)}).") from None
     if known != FORMAT:
         raise Damaged(f"Checkpoint {place} has format {known}, and this paceline reads {FORMAT}.")
-    for name in sorted({_STATE, "drafter.safetensors", "optimizer.safetensors", *files}):
+    for name in sorted({_STATE, *needed, *(files if needed is _TENSORS else ())}):
         if name not in files:
             raise Damaged(f"Checkpoint {place} is damaged: manifest.json does not list {name}.")
         _check(place, name, *files[name])

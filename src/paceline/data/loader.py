@@ -165,8 +165,8 @@ def count_steps(mixture: Mixture, data: DataSettings, train: TrainSettings) -> i
     return steps if train.max_steps is None else min(steps, train.max_steps)
 
 
-def check_lengths(mixture: Mixture, train: TrainSettings) -> None:
-    """Refuse a dataset with a row that no micro-batch has room for.
+def check_lengths(mixture: Mixture, train: TrainSettings, *, key: str = "data.dataset") -> None:
+    """Refuse a dataset, named by the setting `key`, with a row that no micro-batch has room for.
 
     Raises:
         UserError: such a row exists.
@@ -176,7 +176,7 @@ def check_lengths(mixture: Mixture, train: TrainSettings) -> None:
     if len(mixture) and lengths_N[row] > train.context_slots:
         raise UserError(
             f"A sample must fit train.context_slots ({train.context_slots:,}), got {mixture.where(row)} "
-            f"(data.dataset) with {lengths_N[row]:,} tokens. Raise train.context_slots or prepare shorter rows."
+            f"({key}) with {lengths_N[row]:,} tokens. Raise train.context_slots or prepare shorter rows."
         )
 
 

@@ -74,6 +74,7 @@ def train_in_threads(
     load_ends: Callable[[], FrozenEnds],
     policy: Policy,
     on_step: Callable[[StepReport], None],
+    on_held_out: Callable[[StepReport], None],
     on_state: Callable[[RoleState], None],
     on_recompile: Callable[[str], None],
     start: Saved | None,
@@ -132,6 +133,8 @@ def train_in_threads(
             on_warm=partial(on_warm, rank),
             stopping=stopping,
             between_steps=between_steps,
+            looks=lambda steps: settings.evaluate.due(steps, total_steps),
+            on_held_out=on_held_out,
         )
         for rank, device in enumerate(pipeline.drafters)
     ]

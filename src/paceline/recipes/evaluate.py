@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint.drafter import load_meta, load_weights
+from paceline.checkpoint.drafter import find_drafter
 from paceline.data.prompt_file import Messages, as_prompts, encode_prompts
 from paceline.decode.evaluate import Evaluation, acceptance, decode_all, first_difference, measure_speedup
 from paceline.decode.generate import generate
@@ -32,10 +32,16 @@ def evaluate(
     timed_prompts: int,
     untrained_prompts: int,
     console: Console,
+    checkpoint: str | None = None,
 ) -> dict[str, Any]:
-    """Decode the prompts plainly and speculatively, compare, and write RUN/evaluation.json."""
+    """Decode the prompts plainly and speculatively, compare, and write RUN/evaluation.json.
+
+    `checkpoint` (latest, best, or steps) takes its weights instead of the finished drafter's; its name is added to the
+    file's, RUN/evaluation-step-00001200.json.
+    """
     numbers = getattr(torch, dtype)
-    meta = load_meta(run)
+    found = find_drafter(run, checkpoint)
+    meta = found.meta
     asked = as_prompts(prompts)
     facts = describe(meta.target)
     if facts.revision != meta.target_revision:
@@ -46,7 +52,7 @@ def evaluate(
     prompt_ids = encode_prompts(
         load_tokenizer(meta.target), asked, max_new_tokens=max_new_tokens, max_positions=facts.max_positions
     )
-    drafter = Drafter.from_weights(meta.settings, meta.hidden_size, load_weights(run)).to(device, numbers)
+    drafter = Drafter.from_weights(meta.settings, meta.hidden_size, found.weights()).to(device, numbers)
     target = DecodingTarget(facts, meta.settings.taps, dtype=numbers, device=device)
     ends = load_ends(facts).to(device, numbers)
 
@@ -65,6 +71,8 @@ def evaluate(
     difference = first_difference(plain, trained)
     report: dict[str, Any] = {
         "run": str(run),
+        "checkpoint": found.checkpoint,
+        "train_steps": meta.steps,
         "target": meta.target,
         "prompts": result.prompts,
         "max_new_tokens": max_new_tokens,
@@ -80,7 +88,8 @@ def evaluate(
         report |= _untrained(drafter, meta.settings.block_size, prompt_ids[:untrained_prompts], speculative)
     if timed_prompts:
         report |= _speed(target, drafter, ends, prompt_ids[:timed_prompts], max_new_tokens, console)
-    (run / "evaluation.json").write_text(json.dumps(report, indent=2) + "\n")
+    name = "evaluation.json" if found.checkpoint is None else f"evaluation-{found.checkpoint}.json"
+    (run / name).write_text(json.dumps(report, indent=2) + "\n")
     return report
 
 

@@ -7,9 +7,10 @@ from typing import Any
 def evaluation_text(report: dict[str, Any]) -> str:
     """Return what `evaluate` measured."""
     slots = " ".join(f"{share:.2f}" for share in report["per_slot_acceptance"][1:])
-    speed = report.get("speedup_vs_autoregressive")
+    speed, checkpoint = report.get("speedup_vs_autoregressive"), report.get("checkpoint")
     return "\n".join(
         [
+            *([f"drafter after step {report['train_steps']:,}, of checkpoint {checkpoint}"] if checkpoint else []),
             f"acceptance length {report['tau_trained']:.2f} (mean of {report['prompts']} prompts), "
             f"{report['tau_pooled']:.2f} pooled",
             f"accepted up to slot 1, 2, ...: {slots}",

@@ -1,19 +1,22 @@
 """`paceline train`: RUN.yaml in, a trained drafter out; wires dataset, target replicas and drafter in threads."""
 
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from paceline.checkpoint import store
-from paceline.checkpoint.drafter import DrafterMeta, save_drafter, save_provenance
+from paceline.checkpoint.best import Best
+from paceline.checkpoint.drafter import save_drafter
 from paceline.checkpoint.folder import claimed, write_whole
 from paceline.checkpoint.saver import Saver
 from paceline.checkpoint.store import Saved
 from paceline.config import RunSettings
 from paceline.config_file import dump_settings
 from paceline.data import loader
+from paceline.data.held_out import HeldOut, open_held_out, with_held_out
 from paceline.data.mixture import Mixture, first_table, open_mixture
 from paceline.data.plan import BucketTable
 from paceline.data.verify import BackgroundCheck, watched
@@ -22,7 +25,8 @@ from paceline.observe.events import EventLog
 from paceline.pipeline.threads import train_in_threads
 from paceline.recipes.plan import print_buckets
 from paceline.recipes.train_checks import check_inputs, check_run_folder, choose_policy
-from paceline.recipes.train_resume import check_room, find_start, fixed_facts
+from paceline.recipes.train_facts import drafter_meta, fixed_facts, say_what_made_it
+from paceline.recipes.train_resume import best_so_far, check_room, find_start
 from paceline.recipes.train_stop import StopRequest
 from paceline.recipes.train_tell import Teller, Totals
 from paceline.records import Interrupted, TokenBatch
@@ -42,38 +46,49 @@ def train(
     """
     # 1. Everything that can be refused before a model is loaded.
     run, resume = Path(settings.run_dir), resume or resume_previous
-    check_run_folder(run, settings.data.folders, resume=resume)
+    evaluate, block_size = settings.evaluate, settings.drafter.block_size
+    check_run_folder(run, settings.data.folders, resume=resume, held_out=evaluate.held_out)
     facts = describe(settings.target.model, settings.target.revision)
     mixture = open_mixture(settings.data)
-    check_inputs(settings, facts, mixture, console)
+    held_out = open_held_out(evaluate, settings.data, settings.train, block_size, first_row=len(mixture))
+    check_inputs(settings, facts, mixture, console, held_out.dataset if held_out else None)
     buckets = first_table(mixture, settings.data, seed=settings.train.seed)
     total_steps = loader.count_steps(mixture, settings.data, settings.train)
-    largest = loader.largest_micro_batch(mixture, settings.data, settings.train, settings.drafter.block_size)
+    largest = loader.largest_micro_batch(mixture, settings.data, settings.train, block_size)
     print_buckets(buckets, console)
+    if held_out:
+        largest = max(largest, held_out.largest(), key=lambda batch: batch.input_ids.numel())
+        console.line(
+            f"  {held_out.rows:,} rows held out, looked at every {evaluate.every_steps:,} steps and at the end"
+        )
     policy = choose_policy(settings, console)
 
     # 2. The run folder is ours alone. Checksums are compared while the run is under way.
-    with claimed(run, tell=console.line), closing(BackgroundCheck(mixture.datasets)) as check:
+    read = [*mixture.datasets, *([held_out.dataset] if held_out else [])]
+    with claimed(run, tell=console.line), closing(BackgroundCheck(read)) as check:
         check_run_folder(run, settings.data.folders, resume=resume)  # again: its last owner may have left more since
         store.sweep(run)
-        fixed = fixed_facts(settings, facts, mixture, total_steps)
+        fixed = fixed_facts(settings, facts, mixture, held_out, total_steps)
         start = find_start(run, fixed, previous=resume_previous, console=console) if resume else None
         check_room(run, settings, facts)
         if start is None:
-            _say_what_made_it(run, facts, mixture)
+            say_what_made_it(run, facts, mixture, held_out)
+        best = best_so_far(run, start, console)
         write_whole(run / "settings.yaml", dump_settings(settings))
-        return _run(settings, facts, mixture, buckets, check, largest, fixed, start, policy, console)
+        return _run(settings, facts, mixture, held_out, buckets, check, largest, fixed, start, best, policy, console)
 
 
 def _run(
     settings: RunSettings,
     facts: TargetFacts,
     mixture: Mixture,
+    held_out: HeldOut | None,
     buckets: BucketTable,
     check: BackgroundCheck,
     largest: TokenBatch,
     fixed: dict[str, Any],
     start: Saved | None,
+    best: Best,
     policy: Policy,
     console: Console,
 ) -> dict[str, Any]:
@@ -86,8 +101,8 @@ def _run(
     # 3. Roles start, agree, work.
     with EventLog(run) as events, console.progress("train", total_steps) as tick:
         totals = Totals(**start.state["totals"]) if start else Totals()
-        teller = Teller(settings, total_steps, totals, events=events, console=console, tick=tick)
-        _tell_begin(events, settings, buckets, total_steps, start)
+        teller = Teller(settings, total_steps, totals, events=events, console=console, tick=tick, best=best)
+        _tell_begin(events, settings, buckets, total_steps, start, best)
 
         stop = StopRequest(
             settings.checkpoint.grace_s, stopped=teller.stopped, on_asked=teller.on_asked, on_late=teller.on_late
@@ -95,23 +110,28 @@ def _run(
         saver = Saver(
             run,
             settings.checkpoint,
-            describe=lambda: {**fixed, "totals": teller.state()},
+            describe=lambda: {**fixed, "totals": teller.state(), "best": best.state()},
             tell=teller.on_save,
             stopping=stop,
+            best=best,
+            total_steps=total_steps,
         )
         cut_short = total_steps == settings.train.max_steps
+        batches = watched(batches, check, cut_short=cut_short, on_whole=teller.on_whole)
+        due = partial(settings.evaluate.due, total_steps=total_steps)
         try:
             with stop.on_signals():
                 with saver:
                     drafter, recompiles = train_in_threads(
                         settings,
                         facts,
-                        batches=watched(batches, check, cut_short=cut_short, on_whole=teller.on_whole),
+                        batches=with_held_out(batches, held_out, due, pin=pin),
                         largest=largest,
                         total_steps=total_steps,
                         load_ends=lambda: load_ends(facts),
                         policy=policy,
                         on_step=teller.on_step,
+                        on_held_out=teller.on_held_out,
                         on_state=teller.on_state,
                         on_recompile=teller.on_recompile,
                         start=start,
@@ -122,7 +142,7 @@ def _run(
                 if totals.steps < total_steps:
                     raise Interrupted(teller.stopped())
                 # 4. What was learnt goes to disk.
-                folder = save_drafter(run, drafter.state_dict(), _meta(settings, facts, totals.steps))
+                folder = save_drafter(run, drafter.state_dict(), drafter_meta(settings, facts, totals.steps))
         except BaseException as error:
             kind = "interrupted" if isinstance(error, KeyboardInterrupt | Interrupted) else "failed"
             events.write(kind, message=str(error) or type(error).__name__)
@@ -133,31 +153,12 @@ def _run(
     return summary
 
 
-def _say_what_made_it(run: Path, facts: TargetFacts, mixture: Mixture) -> None:
-    target = {"name": facts.name, "folder": str(facts.folder), "revision": facts.revision}
-    made = [{"folder": str(dataset.folder), "rows": dataset.fingerprint} for dataset in mixture.datasets]
-    save_provenance(run, target=target, dataset=made[0] if len(made) == 1 else made)
-
-
 def _tell_begin(
-    events: EventLog, settings: RunSettings, buckets: BucketTable, total_steps: int, start: Saved | None
+    events: EventLog, settings: RunSettings, buckets: BucketTable, total_steps: int, start: Saved | None, best: Best
 ) -> None:
     tree = settings.model_dump(mode="json")
     if start is not None:
-        events.write("resumed", steps=start.steps, checkpoint=str(start.folder), settings=tree)
+        events.write("resumed", steps=start.steps, checkpoint=str(start.folder), best=best.state(), settings=tree)
         return
     events.write("started", settings=tree)
     events.write("plan", **buckets.as_dict(), steps=total_steps)
-
-
-def _meta(settings: RunSettings, facts: TargetFacts, steps: int) -> DrafterMeta:
-    return DrafterMeta(
-        settings=settings.drafter,
-        target=str(facts.folder),
-        target_revision=facts.revision,
-        num_target_layers=facts.num_layers,
-        hidden_size=facts.hidden_size,
-        vocab_size=facts.vocab_size,
-        max_positions=facts.max_positions,
-        steps=steps,
-    )

@@ -22,7 +22,7 @@ from paceline.target.model import check_taps
 LONG_SCAN = 10**8  # tokens: reading them takes so long that a person is told
 
 
-def check_run_folder(run: Path, datasets: Sequence[str], *, resume: bool) -> None:
+def check_run_folder(run: Path, datasets: Sequence[str], *, resume: bool, held_out: str | None = None) -> None:
     """Refuse a run folder that is taken, or one without a run to resume.
 
     Raises:
@@ -42,14 +42,21 @@ def check_run_folder(run: Path, datasets: Sequence[str], *, resume: bool) -> Non
             f"Run folder {run} (run_dir) holds a run that ended early, with a checkpoint after step {steps[-1]:,}. Go "
             f"on with `{resume_command(run)}`, or choose another run_dir."
         )
-    for dataset in datasets:
+    folders = [(dataset, "data.dataset") for dataset in datasets]
+    for dataset, key in [*folders, *([(held_out, "evaluate.held_out")] if held_out else [])]:
         if run.resolve().is_relative_to(Path(dataset).resolve()):
             raise UserError(
-                f"run_dir must not lie in the dataset {dataset} (data.dataset), got {run}. Choose another run_dir."
+                f"run_dir must not lie in the dataset {dataset} ({key}), got {run}. Choose another run_dir."
             )
 
 
-def check_inputs(settings: RunSettings, facts: TargetFacts, mixture: Mixture, console: Console) -> None:
+def check_inputs(
+    settings: RunSettings,
+    facts: TargetFacts,
+    mixture: Mixture,
+    console: Console,
+    held_out: CompletionDataset | None = None,
+) -> None:
     """Refuse devices that are not there and taps, mask token or datasets that do not fit the target.
 
     Raises:
@@ -69,10 +76,17 @@ def check_inputs(settings: RunSettings, facts: TargetFacts, mixture: Mixture, co
             f"drafter.mask_token_id must be a row of the target's embedding (0..{facts.vocab_size - 1}), got {mask}."
         )
     tokenizer = tokenizer_fingerprint(load_tokenizer(facts.name, settings.target.revision))
-    for dataset in mixture.datasets:
-        what = f"Dataset {dataset.folder}" if len(mixture.datasets) > 1 else "The dataset"
+    datasets = [*mixture.datasets, *([held_out] if held_out else [])]
+    for dataset in datasets:
+        what = f"Dataset {dataset.folder}" if len(datasets) > 1 else "The dataset"
         check_fits(dataset.manifest, tokenizer, facts.name, what=what)
         _check_rows(dataset, settings, facts, console)
+    for dataset in mixture.datasets:
+        if held_out and dataset.fingerprint == held_out.fingerprint:
+            raise UserError(
+                f"evaluate.held_out must hold other rows than data.dataset, but {held_out.folder} holds those of "
+                f"{dataset.folder}. Prepare prompts that the run does not train on."
+            )
 
 
 def _check_rows(dataset: CompletionDataset, settings: RunSettings, facts: TargetFacts, console: Console) -> None:

@@ -6,11 +6,10 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from paceline.checkpoint import store
-from paceline.checkpoint.drafter import versions
+from paceline.checkpoint.best import Best
 from paceline.checkpoint.folder import free_bytes
 from paceline.checkpoint.store import Saved
 from paceline.config import RunSettings
-from paceline.data.mixture import Mixture
 from paceline.observe.console import Console
 from paceline.records import UserError
 from paceline.target.load import TargetFacts
@@ -18,19 +17,11 @@ from paceline.train.memory import step_memory
 
 # What may be another when a run goes on: how it is carried out, but not what it computes beyond rounding; and where
 # target and datasets lie, because their fingerprints are compared.
-_HOW = ("run_dir", "pipeline.", "checkpoint.", "data.prefetch", "train.policy", "train.log_every", "train.logits_mib")
-_WHERE = ("data.dataset", "target.model", "target.revision")
-
-
-def fixed_facts(settings: RunSettings, facts: TargetFacts, mixture: Mixture, total_steps: int) -> dict[str, Any]:
-    """Return what a checkpoint says of its run: what has to be the same when it goes on, and the versions."""
-    return {
-        "settings": settings.model_dump(mode="json"),
-        "total_steps": total_steps,
-        "target_revision": facts.revision,
-        "datasets": [dataset.fingerprint for dataset in mixture.datasets],
-        "versions": versions(),
-    }
+_HOW = (
+    *("run_dir", "pipeline.", "checkpoint.", "data.prefetch", "train.policy", "train.log_every", "train.logits_mib"),
+    "evaluate.every_steps",
+)
+_WHERE = ("data.dataset", "target.model", "target.revision", "evaluate.held_out")
 
 
 def find_start(run: Path, facts: dict[str, Any], *, previous: bool, console: Console) -> Saved | None:
@@ -52,6 +43,17 @@ def find_start(run: Path, facts: dict[str, Any], *, previous: bool, console: Con
     return start
 
 
+def best_so_far(run: Path, start: Saved | None, console: Console) -> Best:
+    """Return the best state as of the checkpoint to go on from, and let the pointer `best` agree with it."""
+    best = Best(**(start.state.get("best") or {})) if start else Best()
+    if store.point_best(run, best.steps) or best.steps is None:
+        return best
+    console.line(
+        f"  the best checkpoint, after step {best.steps:,}, is gone: the next held-out loss counts as the best"
+    )
+    return Best()
+
+
 def _check_same(start: Saved, facts: dict[str, Any]) -> None:
     try:
         before = RunSettings.model_validate(start.state["settings"])
@@ -71,11 +73,12 @@ def _check_same(start: Saved, facts: dict[str, Any]) -> None:
     for key, what, remedy in (
         ("target_revision", "the target", "target.model"),
         ("datasets", "the data", "data.dataset"),
+        ("held_out", "the held-out data", "evaluate.held_out"),
         ("total_steps", "the number of steps", "data and train"),
     ):
-        if start.state[key] != facts[key]:
+        if start.state.get(key) != facts[key]:
             raise UserError(
-                f"Going on from {start.folder} needs {what} as before, {_short(start.state[key])}, got "
+                f"Going on from {start.folder} needs {what} as before, {_short(start.state.get(key))}, got "
                 f"{_short(facts[key])}. Put {remedy} back, or start anew in another run_dir."
             )
 
@@ -99,12 +102,14 @@ def check_room(run: Path, settings: RunSettings, facts: TargetFacts) -> None:
         UserError: the disk has less than they need beside what the run has written already.
     """
     one, keep = state_bytes(settings, facts), settings.checkpoint.keep
+    best = settings.evaluate.held_out is not None
     there = sum(path.stat().st_size for path in store.folder_of(run).glob("step-*/*"))
-    needed, free = (keep + 2) * one - there, free_bytes(run)  # the drafter is less than one
+    needed, free = (keep + best + 2) * one - there, free_bytes(run)  # the drafter is less than one
     if free < needed:
+        the_best = " the best one (evaluate.held_out)," if best else ""
         raise UserError(
-            f"{run} (run_dir) needs {_gib(needed)} for {keep} checkpoints (checkpoint.keep), one more while it is "
-            f"written, and the drafter, but its disk has {_gib(free)} free. Make room, or choose another place."
+            f"{run} (run_dir) needs {_gib(needed)} for {keep} checkpoints (checkpoint.keep),{the_best} one more while "
+            f"it is written, and the drafter, but its disk has {_gib(free)} free. Make room, or choose another place."
         )
 
 

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.checkpoint.best import Best
 from paceline.checkpoint.store import resume_command
 from paceline.config import RunSettings
 from paceline.observe.console import Console, Tick
@@ -30,6 +31,7 @@ class Totals:
     tokens: int = 0
     padded_tokens: int = 0
     loss: float = float("nan")  # of the last step
+    held_out_loss: float | None = None  # the last one
     seconds: float = 0.0  # of the parts before this one
 
     def add(self, report: StepReport) -> None:
@@ -54,8 +56,9 @@ class Teller:
         events: EventLog,
         console: Console,
         tick: Tick,
+        best: Best,
     ) -> None:
-        self.totals = totals
+        self.totals, self._best = totals, best
         self._saved = totals.steps or None  # steps of the last checkpoint
         self._settings, self._total_steps = settings, total_steps
         self._events, self._console, self._tick = events, console, tick
@@ -79,6 +82,17 @@ class Teller:
             values = {name: getattr(report, name) for name in report.__slots__}
             more = {"loss": report.loss, "acceptance": report.acceptance, "total_steps": self._total_steps}
             self._events.write("step", **values, **more)
+
+    def on_held_out(self, report: StepReport) -> None:
+        """A held-out loss is known."""
+        steps, loss, accept = report.step + 1, report.loss, report.acceptance
+        self.totals.held_out_loss = loss
+        best = self._best.offer(steps, loss)
+        counts = {name: getattr(report, name) for name in ("loss_sum", "weight_sum", "accepted_K", "available_K")}
+        more = {"blocks": report.blocks, "tokens": report.tokens, "best": best}
+        self._events.write("held_out", steps=steps, loss=loss, acceptance=accept, **counts, **more)
+        best_text = ", the best so far" if best else ""
+        self._console.line(f"  held out after step {steps:,}: loss {loss:.4f} accept {accept:.2f}{best_text}")
 
     def on_whole(self, shards: int) -> None:
         """Every shard of the data was compared with its checksum."""
@@ -131,4 +145,6 @@ class Teller:
             "loss": totals.loss,
             "real_anchor_share": totals.blocks / max(totals.anchor_slots, 1),
             "padding_share": 1 - totals.tokens / max(totals.padded_tokens, 1),
+            "held_out_loss": totals.held_out_loss,
+            "best": self._best.state(),
         }

@@ -43,9 +43,12 @@ class DrafterRank:
         on_warm: Callable[[DrafterStep], None] = lambda step: None,
         stopping: Callable[[], bool] = lambda: False,
         between_steps: Callable[[DrafterStep, int, bool], None] = lambda step, steps, last: None,
+        looks: Callable[[int], bool] = lambda steps: False,
+        on_held_out: Callable[[StepReport], None] = lambda report: None,
     ) -> None:
         """`on_warm` may put a saved state in place. Rank 0 asks `stopping` for all ranks, and between two of its steps
-        calls `between_steps` with how many are done and whether all ranks stop here.
+        calls `between_steps` with how many are done and whether all ranks stop here. `looks`, `on_held_out`: see
+        train_loop.
         """
         self.name, self.device, self.doing = f"drafter rank {rank}", device, ""
         self._rank, self._meeting = rank, meeting
@@ -54,6 +57,7 @@ class DrafterRank:
         self._source, self._total_steps, self._on_step = source, total_steps, on_step
         self._policy, self._gate, self._alarm = policy, gate, alarm
         self._on_warm, self._stopping, self._between_steps = on_warm, stopping, between_steps
+        self._looks, self._on_held_out = looks, on_held_out
 
     def load(self) -> None:
         """Draw the initial weights and load the target's embedding and head.
@@ -106,6 +110,8 @@ class DrafterRank:
             meet=self._meet,
             between_steps=self._told_between if first else lambda steps, last: None,
             work=self._gate.work,
+            looks=self._looks,
+            on_held_out=self._on_held_out if first else lambda report: None,
         )
         if torch.device(self.device).type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -115,10 +121,9 @@ class DrafterRank:
         return self._meeting.reduce(self._rank, self._step.shared(), last=last)
 
     def _told_between(self, steps: int, last: bool) -> None:
-        if steps < self._total_steps:
-            self.doing = f"saving after step {steps}"
-            self._between_steps(self._step, steps, last)
-            self.doing = ""
+        self.doing = f"saving after step {steps}"
+        self._between_steps(self._step, steps, last)
+        self.doing = ""
 
     @property
     def recompiles(self) -> int:
@@ -163,7 +168,8 @@ class DrafterRank:
     def _watched(self) -> Iterable[Dealt]:
         for batch, closing in self._source:
             if batch is not None:
-                self.doing = f"step {batch.tokens.step}, micro-batch {batch.tokens.seq}"
+                what = "held-out loss after step" if batch.tokens.held_out else "step"
+                self.doing = f"{what} {batch.tokens.step}, micro-batch {batch.tokens.seq}"
             yield batch, closing
 
 
