@@ -214,3 +214,15 @@ def test_a_damaged_row_of_it_ends_the_run_with_its_place(settings: Any) -> None:
     manifest.write_text(json.dumps({**told, "largest_id": ids - 1}))
     with pytest.raises(RunError, match=rf"row \d+ of {tree.evaluate.held_out} holds {ids}: the dataset is damaged"):
         train(tree, console=Console(json=True))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("traceable")
+def test_nothing_is_compiled_again(settings: Any) -> None:
+    changes = {"train": {"policy": "compiled", "max_steps": 4, "context_slots": 128}}
+    plain, expected = run(settings("plain", looks=False, **changes))
+    looked, weights = run(settings("looked", evaluate={"every_steps": 2}, **changes))
+    assert of(looked, "step") == of(plain, "step")
+    assert all(torch.equal(weights[key], expected[key]) for key in expected)
+    assert [event["steps"] for event in of(looked, "held_out")] == [2, 4]
+    assert (of(looked, "recompile"), of(looked, "trained")[0]["recompiles"]) == ([], 0)

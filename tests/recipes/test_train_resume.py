@@ -44,14 +44,14 @@ def settings(
 
 
 @pytest.fixture
-def stopped(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """Return what trains a run (of 12 steps, or so many) and stops it after 5 steps."""
+def stopped(monkeypatch: pytest.MonkeyPatch) -> Callable[[RunSettings], Path]:
+    """Return what trains a run and stops it after 5 steps."""
 
-    def stop(tree: RunSettings, of: int = 12) -> Path:
+    def stop(tree: RunSettings) -> Path:
         run = Path(tree.run_dir)
         with monkeypatch.context() as patch:
             patch.setattr(StopRequest, "__call__", lambda self: _steps(run) >= 4)
-            with pytest.raises(Interrupted, match=rf"^after step 5 of {of}, saved\. .*`paceline train {run} --resume`"):
+            with pytest.raises(Interrupted, match=rf"^after step 5 of 12, saved\. .*`paceline train {run} --resume`"):
                 train(tree, console=Console(json=True))
         return run
 
@@ -210,31 +210,37 @@ def test_a_run_that_stops_where_a_held_out_loss_is_due_has_it_once(
     assert (parts["best"], parts["held_out_loss"]) == (whole["best"], whole["held_out_loss"])
 
 
-def test_the_best_so_far_is_known_when_a_run_goes_on(settings: Any, stopped: Any, held_out: str) -> None:
-    changes = {"evaluate": {"held_out": held_out, "every_steps": 3}, "train": {"epochs": 20, "max_steps": 21}}
+@pytest.fixture
+def cut_behind_the_best(settings: Any, held_out: str, monkeypatch: pytest.MonkeyPatch) -> tuple[RunSettings, Any]:
+    """Settings of a run that was stopped after step 11, and the summary of it whole: best after 9, worse after 12."""
+    rises = {"epochs": 20, "lr": 3e-3, "warmup_share": 0.0, "schedule": "wsd"}
+    changes = {"evaluate": {"held_out": held_out, "every_steps": 3}, "train": rises}
     whole = train(settings("whole", **changes), console=Console(json=True))
-    assert {event["best"] for event in looked(Path(whole["run"]))} == {True, False}
-    run = stopped(settings("cut", **changes), 21)
-    (run / "checkpoints" / "best").write_text("step-00000099")  # as a crash may leave it, ahead of the state
-    assert resume(settings("cut", **changes))["best"] == whole["best"]
-    assert looked(run) == looked(Path(whole["run"]))
+    assert [event["best"] for event in looked(Path(whole["run"]))] == [True, True, True, False]
+    tree = settings("cut", **changes)
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        patch.setattr(StopRequest, "__call__", lambda self: _steps(Path(tree.run_dir)) >= 10)
+        train(tree, console=Console(json=True))
+    return tree, whole
+
+
+def test_the_best_so_far_is_known_when_a_run_goes_on(cut_behind_the_best: tuple[RunSettings, Any]) -> None:
+    tree, whole = cut_behind_the_best
+    run = Path(tree.run_dir)
     pointer = run / "checkpoints" / "best"
-    assert pointer.read_text() == f"step-{whole['best']['steps']:08d}"
+    pointer.write_text("step-00000099")  # as a crash may leave it, ahead of the state
+    assert resume(tree)["best"] == whole["best"]
+    assert looked(run) == looked(Path(whole["run"]))
+    assert pointer.read_text() == "step-00000009"
 
 
 def test_a_best_that_is_gone_is_said_and_is_no_bar(
-    settings: Any, held_out: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    cut_behind_the_best: tuple[RunSettings, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rises = {"epochs": 20, "lr": 3e-3, "warmup_share": 0.0, "schedule": "wsd"}  # from step 9 to step 12
-    changes = {"evaluate": {"held_out": held_out, "every_steps": 3}, "train": rises}
-    whole = train(settings("whole", **changes), console=Console(json=True))
-    assert whole["best"]["steps"] == 9
-    run = Path(settings("cut").run_dir)
-    with monkeypatch.context() as patch, pytest.raises(Interrupted):
-        patch.setattr(StopRequest, "__call__", lambda self: _steps(run) >= 10)
-        train(settings("cut", **changes), console=Console(json=True))
+    tree, whole = cut_behind_the_best
+    run = Path(tree.run_dir)
     shutil.rmtree(run / "checkpoints" / "step-00000009")
-    assert resume(settings("cut", **changes))["best"] == {"steps": 12, "loss": whole["held_out_loss"]}
+    assert resume(tree)["best"] == {"steps": 12, "loss": whole["held_out_loss"]}
     told = " ".join(capsys.readouterr().err.split())
     assert "the best checkpoint, after step 9, is gone: the next held-out loss counts as the best" in told
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
