@@ -10,12 +10,13 @@ from itertools import count
 from pathlib import Path
 
 import numpy as np
+from jaxtyping import Int
 
 from paceline.config import DataSettings, EvaluateSettings, TrainSettings
 from paceline.data import loader
-from paceline.data.loader import EpochCuts, build, cut_batches
+from paceline.data.loader import EpochCuts, Run, build, cut_plan
 from paceline.data.mixture import Mixture
-from paceline.data.plan import check_lengths, plan, widths
+from paceline.data.plan import check_lengths, plan
 from paceline.data.store import CompletionDataset, open_dataset
 from paceline.records import TokenBatch, UserError
 
@@ -44,7 +45,8 @@ class HeldOut:
 
     def largest(self) -> TokenBatch:
         """Return the micro-batch with the most padded tokens."""
-        return self._build(int(self.cuts.cells_U().argmax()), epoch=0, step=0, pin=False)
+        largest = self.cuts.largest(self.dataset.lengths)
+        return self._build(largest, seq=0, epoch=0, step=0, pin=False)
 
     def micro_batches(self, after: TokenBatch, *, pin: bool = False) -> Iterator[TokenBatch]:
         """Yield all of them, of the step that `after` closes; their `seq` count from 0.
@@ -52,11 +54,11 @@ class HeldOut:
         Raises:
             RunError: a row holds an id that the dataset has not.
         """
-        for index in range(len(self.cuts.batch_U)):
-            yield self._build(index, epoch=after.epoch, step=after.step, pin=pin)
+        for seq, run in enumerate(self.cuts.runs(0)):
+            yield self._build(run, seq=seq, epoch=after.epoch, step=after.step, pin=pin)
 
-    def _build(self, index: int, *, epoch: int, step: int, pin: bool) -> TokenBatch:
-        cut = self.cuts.cut(index, seq=index, epoch=epoch, first_step=step, batches_per_step=self.cuts.batches)
+    def _build(self, run: Run, *, seq: int, epoch: int, step: int, pin: bool) -> TokenBatch:
+        cut = self.cuts.cut(run, seq=seq, epoch=epoch, first_step=step, batches_per_step=self.cuts.batches)
         batch = build(self.mixture, cut, self.train, self.block_size, pin=pin)
         return replace(batch, samples=tuple(self.first_row + row for row in cut.rows), held_out=True)
 
@@ -82,11 +84,13 @@ def open_held_out(
     edges = check_lengths(lengths_N, settings, None, where=mixture.where)
     made = plan(lengths_N, settings, seed=_SEED, epoch=0, edges=edges)
     anchors_N = np.minimum(dataset.candidates[: evaluate.max_rows], train.anchors_per_sample)
-    starts, batch_U = cut_batches(lengths_N, anchors_N, made.offsets, train, made.rows_N)
-    width_U = widths(made, lengths_N[made.rows_N], starts, made.bucket_M[batch_U])
+
+    def told(first: int, behind: int) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:
+        places_n = made.rows_N[first:behind]
+        return lengths_N[places_n], anchors_N[places_n]
+
     first_pass_N = np.broadcast_to(np.int8(0), len(lengths_N))
-    packed = made.layout == "packed"
-    cuts = EpochCuts(made.rows_N, first_pass_N, len(made), packed, starts, batch_U, width_U)
+    cuts = EpochCuts(made.rows_N, first_pass_N, *cut_plan(made, told, train), len(made), made.layout, made.edges)
     return HeldOut(mixture, cuts, first_row, train, block_size)
 
 

@@ -20,7 +20,7 @@ from paceline import blocks
 from paceline.config import DataSettings, TrainSettings
 from paceline.data.arrays import PIECE, Marks
 from paceline.data.mixture import Mixture, batches_of_epochs, plan_epoch
-from paceline.data.plan import width, widths
+from paceline.data.plan import Plan, width, widths
 from paceline.records import BlockSet, RunError, TokenBatch, UserError
 
 # Lengths and anchors of the epoch's rows from one up to another.
@@ -207,20 +207,26 @@ def cut_epoch(
 ) -> EpochCuts:
     """Return an epoch's micro-batches: each batch cut, in its order, into the fewest runs that fit C and A."""
     made, held = plan_epoch(mixture, data, seed=train.seed, epoch=epoch, edges=edges)
-    cut_ends, batch_ends = Marks(len(held)), Marks(len(held))
     lengths_N = held.lengths()
 
     def told(first: int, behind: int) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:
         places_n = made.rows_N[first:behind]
         return lengths_N[places_n], held.candidates(places_n, train.anchors_per_sample)
 
+    cut_ends, batch_ends = cut_plan(made, told, train)
+    del lengths_N
+    passes_N, rows_N = held.passes(made.rows_N), held.rows(made.rows_N)
+    return EpochCuts(rows_N, passes_N, cut_ends, batch_ends, len(made), made.layout, made.edges)
+
+
+def cut_plan(made: Plan, told: Told, train: TrainSettings) -> tuple[Marks, Marks]:
+    """Return which of a plan's rows, in their order, end a micro-batch, and which a batch."""
+    cut_ends, batch_ends = Marks(len(made.rows_N)), Marks(len(made.rows_N))
     for ends_u in cut_batches(told, made.offsets, train):
         cut_ends.set(ends_u - 1)
     for first, behind in _together(made.offsets):
         batch_ends.set(made.offsets[first + 1 : behind + 1] - 1)
-    del lengths_N
-    passes_N, rows_N = held.passes(made.rows_N), held.rows(made.rows_N)
-    return EpochCuts(rows_N, passes_N, cut_ends, batch_ends, len(made), made.layout, made.edges)
+    return cut_ends, batch_ends
 
 
 def cut_batches(told: Told, offsets: Int[np.ndarray, " ends"], train: TrainSettings) -> Iterator[Int[np.ndarray, " u"]]:
