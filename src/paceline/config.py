@@ -200,6 +200,22 @@ class EvaluateSettings(Section):
         return self.held_out is not None and (steps % self.every_steps == 0 or steps == total_steps)
 
 
+class GuardSettings(Section):
+    """Which updates are not applied, and when the run goes back to a checkpoint."""
+
+    spike: float | None = Field(
+        10.0,
+        gt=1,
+        description="loss over so many medians (and 1 nat), or gradient norm (and clip): not applied; or null",
+    )
+    window: int = Field(100, ge=2, le=10**5, description="steps the median is of, and in which rejected ones count")
+    rejected: Whole = Field(
+        5,
+        ge=0,
+        description="steps rejected in a window; with more the run goes back, once, to the last good checkpoint",
+    )
+
+
 class RunSettings(Section):
     """Everything a run depends on."""
 
@@ -211,6 +227,7 @@ class RunSettings(Section):
     pipeline: PipelineSettings = PipelineSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     evaluate: EvaluateSettings = EvaluateSettings()
+    guard: GuardSettings = GuardSettings()
 
     @model_validator(mode="after")
     def _check(self) -> "RunSettings":

@@ -104,6 +104,7 @@ class StepReport:
     padded_tokens: int  # what the target saw, padding included
     lr: float
     grad_norm: float
+    applied: bool  # False: loss or norm was not finite or above its limit, and the update changed nothing
 
     @property
     def loss(self) -> float:
@@ -115,6 +116,30 @@ class StepReport:
         """Mean acceptance length the step's blocks would have had, bonus token included."""
         shares = (right / max(of, 1) for right, of in zip(self.accepted_K, self.available_K, strict=True))
         return 1.0 + sum(shares)
+
+
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """One micro-batch of a step that was not applied."""
+
+    samples: tuple[int, ...]  # rows of the datasets, numbered through
+    features_sum: int  # of the features' bytes as numbers of 64 bits, modulo 2**64
+    loss_sum: float
+    weight_sum: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """A step that was not applied, as one drafter rank saw it."""
+
+    step: int
+    rank: int
+    loss: float
+    grad_norm: float
+    rule: str  # that was broken: loss or grad_norm
+    limit: float
+    why: str  # the same as a part of a sentence
+    suspects: tuple[Suspect, ...]  # the rank's own micro-batches, in their order
 
 
 @dataclass(frozen=True, slots=True)

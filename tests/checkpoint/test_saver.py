@@ -82,6 +82,20 @@ def test_every_so_many_steps_and_the_last_ones_stay(make: Any, tmp_path: Path) -
     assert store.saved_steps(tmp_path) == [6, 8]
 
 
+def test_the_guards_history_is_saved_and_the_last_good_checkpoint_stays(make: Any, tmp_path: Path) -> None:
+    saver, _ = make(every_steps=2, keep=2)
+    for steps in range(1, 10):
+        with saver:
+            more = {"guard": {"applied": steps}}
+            saver.between_steps(steps, TENSORS, last=False, more=more, good=3 if 3 < steps < 8 else None)
+        if steps == 6:
+            assert store.saved_steps(tmp_path) == [2, 6]
+    assert store.saved_steps(tmp_path) == [6, 8]
+    saved = store.newest(tmp_path, previous=False, tell=print)
+    assert saved is not None
+    assert (saved.state["guard"], saved.state["a"]) == ({"applied": 8}, 1)
+
+
 def test_every_so_many_minutes(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])

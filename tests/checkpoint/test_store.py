@@ -48,7 +48,7 @@ def newest(run: Path, *, previous: bool = False) -> tuple[store.Saved | None, li
 def test_what_is_saved_comes_back_bit_for_bit(run: Path) -> None:
     saved, told = newest(run)
     assert saved is not None
-    assert (saved.steps, saved.state, told) == (6, {"settings": {"a": 1}, "format": 1, "steps": 6}, [])
+    assert (saved.steps, saved.state, told) == (6, {"settings": {"a": 1}, "format": 2, "steps": 6}, [])
     found = {(file, name): tensor for file, name, tensor in saved.tensors()}
     want = {(file, name): tensor for file, group in tensors(6).items() for name, tensor in group.items()}
     assert found.keys() == want.keys()
@@ -152,8 +152,8 @@ def test_a_run_without_checkpoints_has_none(tmp_path: Path) -> None:
 
 def test_another_format_is_said(run: Path) -> None:
     path = run / "checkpoints" / "step-00000006" / "manifest.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 2}))
-    with pytest.raises(UserError, match="has format 2, and this paceline reads 1"):
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 1}))
+    with pytest.raises(UserError, match="has format 1, and this paceline reads 2"):
         newest(run)
 
 
@@ -285,6 +285,57 @@ def test_only_the_files_that_are_needed_are_compared(run: Path, how: str) -> Non
     DAMAGES[how](place / "drafter.safetensors")
     with pytest.raises(UserError, match=rf"^Checkpoint {place} is damaged: .*drafter\.safetensors .* Name another"):
         store.named(run, "best", ["drafter.safetensors"])
+
+
+@pytest.mark.parametrize(
+    ("keep", "good", "stay"),
+    [
+        (2, 7, [4, 6]),
+        (2, 6, [4, 6]),
+        (2, 5, [4, 6]),
+        (2, 3, [2, 6]),  # in the place of 4
+        (1, 5, [4, 6]),  # one more than is kept
+        (1, 1, [6]),  # there is none
+        (3, 2, [2, 4, 6]),
+        (1, 6, [6]),
+    ],
+)
+def test_the_last_good_one_stays(run: Path, keep: int, good: int, stay: list[int]) -> None:
+    store.prune(run, 6, keep, good=good)
+    assert store.saved_steps(run) == stay
+
+
+def test_the_newest_whole_one_from_before_is_found_and_made_the_newest(run: Path) -> None:
+    told: list[str] = []
+
+    def before(steps: int) -> int | None:
+        saved = store.newest_before(run, steps, tell=told.append)
+        return saved and saved.steps
+
+    assert [before(steps) for steps in (1, 2, 3, 4, 5, 6, 99)] == [None, 2, 2, 4, 4, 6, 6]
+    assert told == []
+    flip(run / "checkpoints" / "step-00000004" / "optimizer.safetensors", 99)
+    assert before(5) == 2
+    assert len(told) == 1
+    assert "step-00000004 is damaged: the sha256 of optimizer.safetensors" in told[0]
+    saved = store.newest_before(run, 5, tell=told.append)
+    assert saved is not None
+    store.go_back(run, saved, 2)
+    assert store.saved_steps(run) == [2]
+    newest_now, _ = newest(run)
+    assert newest_now is not None
+    assert newest_now.steps == 2
+
+
+def test_a_run_that_was_killed_between_its_first_save_and_the_pointer_goes_on_from_it(tmp_path: Path) -> None:
+    save(tmp_path, 4)
+    (tmp_path / "checkpoints" / "latest").unlink()
+    saved, told = newest(tmp_path)
+    assert saved is not None
+    assert (saved.steps, told) == (4, [])
+    flip(saved.folder / "state.json", 5)
+    with pytest.raises(UserError, match=r"step-00000004 is damaged.*no older one"):
+        newest(tmp_path)
 
 
 def test_what_was_not_finished_is_swept(run: Path) -> None:

@@ -1,5 +1,6 @@
 """The step on a CUDA device, in a worker thread: policies give the same losses, a captured one stays as it is."""
 
+import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -136,7 +137,16 @@ def test_a_step_that_is_not_to_apply_changes_nothing(policy: Policy) -> None:
         assert all(torch.equal(p, k) for p, k in zip(step.drafter.parameters(), kept, strict=True))
         now = [t for s in step.optimizer.adamw.state.values() for t in s.values()]
         assert all(torch.equal(a, b) for a, b in zip(now, moments, strict=True))
+        for limits in ((1e-6, math.inf), (math.inf, 1e-9)):  # below the loss, and below the gradient norm
+            step.limit(*limits)
+            in_thread(lambda: once(1.0))
+            assert bool(step.optimizer.skip)
+            assert all(torch.equal(p, k) for p, k in zip(step.drafter.parameters(), kept, strict=True))
+            now = [t for s in step.optimizer.adamw.state.values() for t in s.values()]
+            assert all(torch.equal(a, b) for a, b in zip(now, moments, strict=True))
+        step.limit(math.inf, math.inf)
         in_thread(lambda: once(1.0))
+    assert not bool(step.optimizer.skip)
     assert not any(torch.equal(p, k) for p, k in zip(step.drafter.parameters(), kept, strict=True))
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.observe.events import EventLog
+from paceline.observe.quarantine import Quarantine
 
 
 def lines(run: Path) -> list[str]:
@@ -50,3 +51,30 @@ def test_what_a_full_disk_does_not_take_is_written_later(tmp_path: Path) -> None
         disk.room = 0
         log.write("lost")
     assert len(lines(tmp_path)) == 3
+
+
+def test_numbers_that_json_has_not_are_strings(tmp_path: Path) -> None:
+    def strict(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    with EventLog(tmp_path) as log:
+        log.write(
+            "odd", loss=float("nan"), sums=[1.5, float("inf")], rows=({"of": -float("inf")},), text="nan", none=None
+        )
+    told = json.loads(lines(tmp_path)[0], parse_constant=strict)
+    assert (told["loss"], told["sums"], told["rows"]) == ("nan", [1.5, "inf"], [{"of": "-inf"}])
+    assert (told["text"], told["none"]) == ("nan", None)
+
+
+def test_there_is_no_quarantine_file_while_nothing_is_in_it(tmp_path: Path) -> None:
+    with Quarantine(tmp_path):
+        pass
+    assert list(tmp_path.iterdir()) == []
+    for step in (3, 4):
+        with Quarantine(tmp_path) as quarantine:
+            quarantine.write("rejected", step=step, loss=float("nan"))
+    told = [json.loads(line) for line in (tmp_path / "quarantine.jsonl").read_text().splitlines()]
+    assert [(one["event"], one["schema"], one["step"], one["loss"]) for one in told] == [
+        ("rejected", 1, 3, "nan"),
+        ("rejected", 1, 4, "nan"),
+    ]

@@ -21,7 +21,7 @@ from paceline.pipeline.channel import OrderedChannel
 from paceline.pipeline.threads import Dispenser
 from paceline.recipes import train as recipe
 from paceline.recipes.train import train
-from paceline.records import RunError, TokenBatch, UserError
+from paceline.records import FeatureBatch, RunError, TokenBatch, UserError
 from paceline.target.model import FeatureTarget
 from paceline.train.step import DrafterStep
 
@@ -233,9 +233,60 @@ def test_a_fault_in_any_role_ends_the_run_named_within_seconds(
     assert not any("target" in t.name or "drafter" in t.name for t in threading.enumerate())
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(settings: Any) -> None:
-    with pytest.raises(RunError, match=r"drafter rank 0 .*not finite.*rows \["):
+def test_weights_that_give_no_finite_loss_any_more_end_the_run_with_a_report(settings: Any) -> None:
+    sentence = (
+        r"drafter rank 0 .*At most 5 \(guard.rejected\) of 100 steps .* got 6 \(step \d+: loss nan, gradient norm .*, "
+        r"rows \d+, .* no whole checkpoint from before them .*quarantine.jsonl: .* lower train.lr \(1e\+30\)"
+    )
+    with pytest.raises(RunError, match=sentence):
         run(settings("hot", train={"lr": 1e30, "clip": 1e30}))
+    folder = Path(settings("hot").run_dir)
+    told = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    rejected = [event["step"] for event in told if event["event"] == "rejected"]
+    assert len(rejected) == 6
+    quarantine = [json.loads(line) for line in (folder / "quarantine.jsonl").read_text().splitlines()]
+    assert {line["step"] for line in quarantine} == set(rejected)
+    assert {row["dataset"] for line in quarantine for row in line["rows"]} == {settings("hot").data.dataset}
+
+
+def test_rows_of_several_datasets_are_told_by_their_own_numbers(
+    settings: Any, write_dataset: Callable[..., Path], random_rows: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is set aside can be found again; two ranks tell all of a step's micro-batches."""
+    folders = [str(write_dataset(rows, name)) for rows, name in ((random_rows[:9], "a"), (random_rows[9:], "b"))]
+    load, seen = DrafterStep.load, []
+
+    def poisoned(self: DrafterStep, batch: FeatureBatch) -> None:
+        if batch.tokens.step == 2:
+            seen.extend(batch.tokens.samples)
+            batch = FeatureBatch(batch.tokens, batch.features_TD * float("nan"), batch.positions_T)
+        load(self, batch)
+
+    monkeypatch.setattr(DrafterStep, "load", poisoned)
+    changes = {"data": {"dataset": folders}, "train": {"batches_per_step": 3, "max_steps": 4}}
+    run(settings("two", **changes, pipeline={"drafters": ["cpu"] * 2}))
+    lines = (Path(settings("two").run_dir) / "quarantine.jsonl").read_text().splitlines()
+    told = [json.loads(line) for line in lines]
+    assert sorted((line["rank"], line["micro_batch"]) for line in told) == [(0, 0), (1, 0)]
+    rows = [row for line in told for row in line["rows"]]
+    assert sorted(row["row"] for row in rows) == sorted(seen)
+    for row in rows:
+        assert (row["dataset"], row["dataset_row"]) == (folders[row["row"] >= 9], row["row"] - 9 * (row["row"] >= 9))
+
+
+def test_memory_that_grows_is_an_event(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    minutes = iter(range(10**6))
+    monkeypatch.setattr("paceline.observe.growth._EVERY_S", 0.0)
+    monkeypatch.setattr("paceline.observe.growth._WARM_S", 0.0)
+    monkeypatch.setattr("paceline.observe.growth._SAMPLES", 8)
+    monkeypatch.setattr("paceline.observe.growth.memory", lambda devices: {"host": 1e6 * next(minutes)})
+    run(settings("leak"))
+    told = [json.loads(line) for line in (Path(settings("leak").run_dir) / "events.jsonl").read_text().splitlines()]
+    grown = [event for event in told if event["event"] == "memory_growth"]
+    assert len(grown) == 2
+    assert {event["where"] for event in grown} == {"host"}
+    assert [event["mib"] for event in grown] == [7e6, 14e6]
+    assert all(event["mib_per_min"] > 0 for event in grown)
 
 
 def test_every_event_carries_the_schema_version(settings: Any) -> None:

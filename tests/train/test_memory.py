@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from paceline.bench.shapes import SHAPES
-from paceline.config import DrafterSettings, TrainSettings
+from paceline.config import DrafterSettings, GuardSettings, TrainSettings
 from paceline.drafter import model
 from paceline.drafter.attention import fits_tiles
 from paceline.drafter.ends import FrozenEnds
@@ -25,6 +25,7 @@ from paceline.runtime.compiling import Policy
 from paceline.runtime.gate import Gate
 from paceline.train import memory
 from paceline.train import rank as rank_module
+from paceline.train.guard import Guard
 from paceline.train.memory import StepMemory, advice, step_memory
 from paceline.train.rank import DrafterRank
 from paceline.train.ranks import Meeting
@@ -435,6 +436,9 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Callable[..., DrafterRank]:
             meeting=Meeting(1),
             total_steps=1,
             on_step=lambda report: None,
+            guard=Guard(GuardSettings(), 1.0),
+            on_rejected=lambda rejection: None,
+            roll_back=lambda rank, step, guard, steps: None,
             policy="captured",
             gate=Gate(),
             alarm=lambda reason: None,

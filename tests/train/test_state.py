@@ -10,7 +10,7 @@ import torch
 
 from paceline.checkpoint import store
 from paceline.checkpoint.host import HostCopy
-from paceline.config import DataSettings, DrafterSettings, TrainSettings
+from paceline.config import DataSettings, DrafterSettings, GuardSettings, TrainSettings
 from paceline.data.loader import micro_batches
 from paceline.data.mixture import Mixture
 from paceline.data.store import CompletionDataset
@@ -18,6 +18,7 @@ from paceline.drafter.model import Drafter
 from paceline.records import FeatureBatch, RunError, StepReport
 from paceline.target.load import TargetFacts, load_ends
 from paceline.target.model import FeatureTarget
+from paceline.train.guard import Guard
 from paceline.train.loop import alone, train_loop
 from paceline.train.step import DrafterStep
 
@@ -50,18 +51,29 @@ def world(tiny: TargetFacts, shape: DrafterSettings, make_dataset: Callable[...,
     return settings, step, stream
 
 
-def run(step: DrafterStep, batches: Any, steps: range) -> list[StepReport]:
+def run(step: DrafterStep, batches: Any, steps: range, guard: Guard) -> list[StepReport]:
     reports: list[StepReport] = []
-    train_loop(step, alone(batches), total_steps=STEPS, on_step=reports.append, meet=lambda done: done == steps.stop)
+    train_loop(
+        step,
+        alone(batches),
+        total_steps=STEPS,
+        on_step=reports.append,
+        guard=guard,
+        meet=lambda done: done == steps.stop,
+    )
     assert [report.step for report in reports] == list(steps)
     return reports
 
 
-def save(step: DrafterStep, folder: Path) -> store.Saved:
+def guard_of(state: dict[str, Any] | None = None) -> Guard:
+    return Guard(GuardSettings(), 1.0, state)
+
+
+def save(step: DrafterStep, folder: Path, guard: Guard) -> store.Saved:
     copies = {name: HostCopy(group) for name, group in step.state().items()}
     for name, group in step.state().items():
         copies[name].take(group)
-    store.write(folder, CUT, copies, {})
+    store.write(folder, CUT, copies, {"guard": guard.state()})
     saved = store.newest(folder, previous=False, tell=print)
     assert saved is not None
     return saved
@@ -73,10 +85,10 @@ def test_a_restored_step_goes_on_bit_for_bit(world: Any, tmp_path: Path, optimiz
     settings, make, stream = world
     train = settings(optimizer=optimizer, dtype=dtype, weight_decay=0.01)
     whole = make(train)
-    expected = run(whole, stream(train, 0), range(STEPS))
-    first = make(train)
-    assert run(first, stream(train, 0), range(CUT)) == expected[:CUT]
-    saved = save(first, tmp_path)
+    expected = run(whole, stream(train, 0), range(STEPS), guard_of())
+    first, guard = make(train), guard_of()
+    assert run(first, stream(train, 0), range(CUT), guard) == expected[:CUT]
+    saved = save(first, tmp_path, guard)
 
     second = make(train, seed=1)  # other weights: all must come from the checkpoint
     state = {name: [t.data_ptr() for t in group.values()] for name, group in second.state().items()}
@@ -84,7 +96,7 @@ def test_a_restored_step_goes_on_bit_for_bit(world: Any, tmp_path: Path, optimiz
     second.restore(saved.tensors())
     assert state == {name: [t.data_ptr() for t in group.values()] for name, group in second.state().items()}
     assert working == [leaf.data_ptr() for leaf in second._leaves]
-    assert run(second, stream(train, CUT), range(CUT, STEPS)) == expected[CUT:]
+    assert run(second, stream(train, CUT), range(CUT, STEPS), guard_of(saved.state["guard"])) == expected[CUT:]
     for name, group in whole.state().items():
         for key, tensor in group.items():
             assert torch.equal(tensor, second.state()[name][key]), (name, key)
@@ -105,7 +117,7 @@ def test_the_state_is_all_there_is(world: Any) -> None:
 def test_a_state_of_another_drafter_is_refused(world: Any, tmp_path: Path) -> None:
     settings, make, _ = world
     step = make(settings())
-    tensors = list(save(step, tmp_path).tensors())
+    tensors = list(save(step, tmp_path, guard_of()).tensors())
     for wrong, sentence in (
         (tensors[:-1], "lacks"),
         ([*tensors, ("optimizer", "momentum.fc.weight", torch.zeros(1))], "has momentum.fc.weight of another"),

@@ -1,5 +1,6 @@
 """The one-shape step against a plain loop over blocks, and against other ways of cutting the same data."""
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,13 +18,13 @@ from paceline.data.store import CompletionDataset, open_dataset
 from paceline.drafter.attention import Dense
 from paceline.drafter.ends import FrozenEnds
 from paceline.drafter.model import Drafter
-from paceline.records import FeatureBatch, RunError, StepReport, TokenBatch
+from paceline.records import FeatureBatch, Rejection, StepReport, TokenBatch
 from paceline.runtime.compiling import forbid_recompiles
 from paceline.target.load import TargetFacts, load_ends
 from paceline.target.model import FeatureTarget
 from paceline.train.loop import alone, train_loop
 from paceline.train.optim import learning_rate
-from paceline.train.step import DrafterStep
+from paceline.train.step import DrafterStep, Look, checksum
 
 SETTINGS = TrainSettings(
     epochs=1, context_slots=200, anchor_slots=40, anchors_per_sample=6, batches_per_step=100, dtype="float32", seed=5
@@ -234,7 +235,7 @@ def test_tokens_after_an_anchor_do_not_reach_its_block(tiny, shape, target, ends
     assert not torch.allclose(changed[middle], before[middle])
 
 
-def test_the_loop_steps_at_the_rate_of_the_schedule_and_never_on_a_step_that_is_not_finite(
+def test_the_loop_steps_at_the_rate_of_the_schedule_which_stands_still_at_a_rejected_step(
     tiny, shape, target, ends, dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = SETTINGS.model_copy(update={"batches_per_step": 2, "epochs": 2, "lr": 1e-3})
@@ -257,13 +258,34 @@ def test_the_loop_steps_at_the_rate_of_the_schedule_and_never_on_a_step_that_is_
     assert rates == [learning_rate(at, steps, settings) for at in range(steps)]
     assert [report.lr for report in reports] == rates
 
-    weights = [p.clone() for p in step.drafter.parameters()]
-    broken = batches[0].features_TD.clone()
+    broken = batches[1].features_TD.clone()
     broken[0] = float("nan")
-    batches[0] = FeatureBatch(batches[0].tokens, broken, batches[0].positions_T)
-    with pytest.raises(RunError, match="not finite and was not applied"):
-        train_loop(step, alone(batches), total_steps=steps, on_step=reports.append)
-    assert all(torch.equal(p, w) for p, w in zip(step.drafter.parameters(), weights, strict=True))
+    batches[1] = FeatureBatch(batches[1].tokens, broken, batches[1].positions_T)
+    assert [batch.tokens.step for batch in batches[:3]] == [0, 0, 1]
+    weights: list[list[torch.Tensor]] = []
+    rejections: list[Rejection] = []
+    rates.clear()
+    reports.clear()
+
+    def on_step(report: StepReport) -> None:
+        reports.append(report)
+        weights.append([p.detach().clone() for p in step.drafter.parameters()])
+
+    before = [p.detach().clone() for p in step.drafter.parameters()]
+    train_loop(step, alone(batches), total_steps=steps, on_step=on_step, on_rejected=rejections.append)
+    assert rates == [learning_rate(max(0, at - 1), steps, settings) for at in range(steps)]
+    assert [report.applied for report in reports] == [False] + [True] * (steps - 1)
+    assert all(torch.equal(p, w) for p, w in zip(weights[0], before, strict=True))
+    assert not any(torch.equal(p, w) for p, w in zip(weights[1], before, strict=True))
+    assert all(p.isfinite().all() for p in weights[-1])
+    (rejection,) = rejections
+    assert (rejection.step, rejection.rule, rejection.why) == (0, "loss", "loss nan is not finite")
+    assert [suspect.samples for suspect in rejection.suspects] == [batch.tokens.samples for batch in batches[:2]]
+    assert [math.isfinite(suspect.loss_sum) for suspect in rejection.suspects] == [True, False]
+    for suspect, batch in zip(rejection.suspects, batches, strict=False):
+        words = batch.features_TD.numpy().tobytes()
+        expected = sum(int.from_bytes(words[at : at + 8], "little") for at in range(0, len(words), 8)) % 2**64
+        assert suspect.features_sum == expected
 
 
 def test_a_step_that_is_not_to_apply_changes_nothing(tiny, shape, target, ends, dataset) -> None:
@@ -283,6 +305,78 @@ def test_a_step_that_is_not_to_apply_changes_nothing(tiny, shape, target, ends, 
         one_step(step, target, dataset, data_settings())
         step.update(1e-3)
         assert not any(torch.equal(p, k) for p, k in zip(step.drafter.parameters(), kept, strict=True))
+
+
+def everything(step: DrafterStep) -> list[torch.Tensor]:
+    """Copies of weights, working copy, moments and counts."""
+    kept = [tensor for group in step.state().values() for tensor in group.values()]
+    return [tensor.detach().clone() for tensor in (*kept, *step._leaves)]
+
+
+LIMITS: dict[str, tuple[float, float]] = {  # as factors of what the step has
+    "loss": (1 - 1e-12, math.inf),
+    "norm": (math.inf, 1 - 1e-12),
+    "both": (0.5, 0.5),
+}
+
+
+@pytest.mark.parametrize("limited", [*LIMITS, "loss is nan", "gradients are inf"])
+@pytest.mark.parametrize(("optimizer", "dtype"), [("adamw", "float32"), ("muon", "bfloat16")])
+def test_a_rejected_step_leaves_everything_bit_for_bit_and_what_is_at_its_limit_is_applied(
+    tiny, shape, target, dataset, optimizer: str, limited: str, dtype: str
+) -> None:
+    def made() -> DrafterStep:
+        settings = SETTINGS.model_copy(update={"optimizer": optimizer, "dtype": dtype, "weight_decay": 0.1})
+        step = DrafterStep(Drafter(shape, tiny.hidden_size).initialise(0), load_ends(tiny), settings)
+        step.warm()
+        for _ in range(2):
+            one_step(step, target, dataset, data_settings())
+            step.update(1e-3)
+        return step
+
+    free, step = made(), made()
+    told, _ = one_step(free, target, dataset, data_settings())
+    free.update(1e-3)
+    norm = float(free.norm)
+
+    kept = everything(step)
+    one_step(step, target, dataset, data_settings())
+    if limited in LIMITS:
+        factors = LIMITS[limited]
+        step.limit(told.loss * factors[0], norm * factors[1])
+    elif limited == "loss is nan":
+        step.sums[0] = math.nan
+    else:
+        step.gradients[5] = math.inf
+    step.update(1e-3)
+    assert all(torch.equal(now, before) for now, before in zip(everything(step), kept, strict=True))
+    closing = next(loader.micro_batches(Mixture([dataset]), data_settings(), SETTINGS, shape.block_size))
+    assert not step.report(closing, 1e-3).applied
+
+    one_step(step, target, dataset, data_settings())
+    step.limit(told.loss, norm)
+    step.update(1e-3)
+    assert step.report(closing, 1e-3).applied
+    assert all(torch.equal(now, other) for now, other in zip(everything(step), everything(free), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("width", [4, 3])
+def test_the_checksum_is_exact_in_any_order_and_tells_one_bit(dtype: torch.dtype, width: int) -> None:
+    features = torch.randn(501, width, generator=torch.Generator().manual_seed(0)).to(dtype)
+    features[7, 1] = float("nan")
+    size = next(size for size in (8, 4, 2) if width * features.element_size() % size == 0)
+    data = features.view(torch.uint8).numpy().tobytes()
+    expected = sum(int.from_bytes(data[at : at + size], "little") for at in range(0, len(data), size))
+
+    def read(features: torch.Tensor) -> int:
+        return Look((), checksum(features), torch.zeros(2)).read().features_sum
+
+    assert read(features) == expected % 2 ** (8 * size)
+    assert read(features.flip(0)) == read(features)
+    changed = features.clone()
+    changed.view(torch.uint8)[3, 1] ^= 1
+    assert read(changed) != read(features)
 
 
 @pytest.mark.usefixtures("traceable")

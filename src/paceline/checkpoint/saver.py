@@ -58,9 +58,18 @@ class Saver:
         """Count the time to the first save from now."""
         self._last = time.monotonic()
 
-    def between_steps(self, steps: int, tensors: Mapping[str, Mapping[str, Tensor]], *, last: bool) -> None:
+    def between_steps(
+        self,
+        steps: int,
+        tensors: Mapping[str, Mapping[str, Tensor]],
+        *,
+        last: bool,
+        more: Mapping[str, Any] | None = None,
+        good: int | None = None,
+    ) -> None:
         """Save if it is time, or, if the run stops here or this state is the best, in any case; `steps` are done.
 
+        `more` goes into state.json too. With `good`, the newest checkpoint after at most so many steps is not removed.
         Waits for the copy into host memory, for a disk that is full (on_full_disk: wait), for a save that is under way
         where this one must not be missed, and with `last` until the state is on the disk or saving has failed.
 
@@ -72,17 +81,22 @@ class Saver:
             return  # the drafter itself is saved
         self._hold()
         if last or best:
-            self._wait()
+            self.settle()
             if not self._busy():  # it is if we were released: what is being written must not change
-                self._start(steps, tensors, best=best)
+                self._start(steps, tensors, more or {}, good, best=best)
             if last:
-                self._wait()
+                self.settle()
         elif self._due(steps):
             if self._busy():
                 self._last = time.monotonic()
                 self._tell("checkpoint_skipped", steps=steps)
             else:
-                self._start(steps, tensors)
+                self._start(steps, tensors, more or {}, good)
+
+    def settle(self) -> None:
+        """Wait until no save is under way, or the run ends."""
+        while self._busy() and not self._ended.wait(0.02):
+            pass
 
     def release(self) -> None:
         """Let the training thread wait no more, because the run ends."""
@@ -98,10 +112,6 @@ class Saver:
             self._tell = lambda *_, **__: None  # nobody listens any more
         elif self._thread is not None:
             self._thread.join()
-
-    def _wait(self) -> None:
-        while self._busy() and not self._ended.wait(0.02):
-            pass
 
     def _due(self, steps: int) -> bool:
         if self._settings.every_steps is not None:
@@ -119,16 +129,25 @@ class Saver:
                     f"`{store.resume_command(self._run)}`."
                 )
 
-    def _start(self, steps: int, tensors: Mapping[str, Mapping[str, Tensor]], *, best: bool = False) -> None:
+    def _start(
+        self,
+        steps: int,
+        tensors: Mapping[str, Mapping[str, Tensor]],
+        more: Mapping[str, Any],
+        good: int | None,
+        *,
+        best: bool = False,
+    ) -> None:
         self._last = time.monotonic()
         for file, copy in self._copies.items():
             copy.take(tensors[file])
+        state = {**self._describe(), **more}
         self._thread = threading.Thread(
-            target=self._save, args=(steps, self._describe(), best), name="checkpoint", daemon=True
+            target=self._save, args=(steps, state, good, best), name="checkpoint", daemon=True
         )
         self._thread.start()
 
-    def _save(self, steps: int, state: dict[str, Any], best: bool) -> None:
+    def _save(self, steps: int, state: dict[str, Any], good: int | None, best: bool) -> None:
         began = time.monotonic()
         try:
             while not self._written(steps, state, best):
@@ -140,7 +159,7 @@ class Saver:
             times = {"copy_s": round(copy_s, 3), "write_s": round(write_s, 3)}
             self._tell("checkpoint", steps=steps, best=best, bytes=nbytes, **times)
             with suppress(OSError):  # what cannot be removed is one too many, and no loss
-                store.prune(self._run, steps, self._settings.keep)
+                store.prune(self._run, steps, self._settings.keep, good=good)
         except Exception as error:  # the run goes on: its last checkpoint is as it was
             self._best.failed(steps)
             if self._settings.on_full_disk == "wait":  # nobody looks for room any more

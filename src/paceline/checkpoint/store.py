@@ -5,11 +5,12 @@
     RUN/checkpoints/step-00001200/      the state after 1,200 optimizer steps
         drafter.safetensors             weights, float32
         optimizer.safetensors           moments and counts, float32
-        state.json                      settings, position, sums, the best so far, versions, what was read
+        state.json                      settings, position, sums, the best so far, the guard's history, versions, what
+                                        was read
         manifest.json                   size and sha256 of the files above
 
-The position is the number of steps alone: order and anchors are functions of the settings' seed, and no generator has a
-state that outlives a step. Nothing is pickled.
+The position is the number of steps, and of those that were applied: order and anchors are functions of the settings'
+seed, and no generator has a state that outlives a step. Nothing is pickled.
 """
 
 import hashlib
@@ -31,7 +32,7 @@ from paceline.checkpoint.folder import sync, whole_folder, write_whole
 from paceline.checkpoint.host import HostCopy
 from paceline.records import UserError
 
-FORMAT = 1
+FORMAT = 2
 _NAME = re.compile(r"step-(\d{8,})")
 _STATE = "state.json"
 _TENSORS = ("drafter.safetensors", "optimizer.safetensors")
@@ -107,13 +108,18 @@ def _entry(nbytes: int, sha256: str) -> dict[str, Any]:
     return {"bytes": nbytes, "sha256": sha256}
 
 
-def prune(run: Path, steps: int, keep: int) -> None:
+def prune(run: Path, steps: int, keep: int, *, good: int | None = None) -> None:
     """Keep the newest `keep` checkpoints up to the one after `steps` steps, none behind it, and the best.
 
-    Those behind it were passed over, as damaged or by a pointer that a crash left behind.
+    Those behind it were passed over, as damaged or by a pointer that a crash left behind. With `good`, the newest of
+    those after at most so many steps stays in any case, in the place of the oldest of the others.
     """
     found = saved_steps(run)
-    stay = [n for n in found if n <= steps][-keep:]
+    held = [n for n in found if n <= steps]
+    stay = held[-keep:]
+    last_good = [n for n in held if good is not None and n <= good][-1:]
+    if last_good and last_good[0] not in stay:
+        stay = last_good + held[-max(1, keep - 1) :]
     with suppress(Damaged):
         stay.append(_pointed(run, "best"))
     for old in set(found) - set(stay):
@@ -152,12 +158,12 @@ def newest(run: Path, *, previous: bool, tell: Callable[[str], None]) -> Saved |
         UserError: the newest is damaged, or `latest` names none, and `previous` does not permit another; or none is
             whole.
     """
-    steps = saved_steps(run)
-    if not steps and not (folder_of(run) / "latest").exists():
+    steps, pointer = saved_steps(run), (folder_of(run) / "latest").exists()
+    if not steps and not pointer:
         return None
     try:
         # Alone and without a pointer it is the first that was written, and a crash came before its pointer.
-        pointed = steps[0] if len(steps) == 1 and not (folder_of(run) / "latest").exists() else _pointed(run, "latest")
+        pointed = steps[0] if len(steps) == 1 and not pointer else _pointed(run, "latest")
         steps = [n for n in steps if n < pointed]
         return _open(run, pointed)
     except Damaged as error:
@@ -195,6 +201,22 @@ def named(run: Path, name: str, files: Sequence[str]) -> Saved:
         return _open(run, int(name) if name.isdecimal() else _pointed(run, name), files)
     except Damaged as error:
         raise UserError(f"{error} {which} Name another.") from None
+
+
+def newest_before(run: Path, steps: int, *, tell: Callable[[str], None]) -> Saved | None:
+    """Return the newest whole checkpoint after at most `steps` steps; `tell` gets a sentence on each damaged one."""
+    for older in reversed([n for n in saved_steps(run) if n <= steps]):
+        try:
+            return _open(run, older)
+        except Damaged as error:
+            tell(f"  {error}")
+    return None
+
+
+def go_back(run: Path, saved: Saved, keep: int) -> None:
+    """Make a checkpoint the newest: point `latest` at it and remove those behind it."""
+    write_whole(folder_of(run) / "latest", saved.folder.name)
+    prune(run, saved.steps, keep)
 
 
 def _pointed(run: Path, pointer: str) -> int:

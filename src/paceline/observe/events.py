@@ -1,12 +1,13 @@
 """events.jsonl: the append-only record of a run, one JSON object a line.
 
 Every line has `schema` (version of this format), `t` (seconds since the epoch) and `event` (its kind); docs/events.md
-lists the kinds. A line is written with one call, so a killed run leaves at most one torn last line. On a full disk
-lines wait in memory until there is room.
+lists the kinds. Numbers that are not finite, which JSON has not, are strings. A line is written with one call, so a
+killed run leaves at most one torn last line. On a full disk lines wait in memory until there is room.
 """
 
 import errno
 import json
+import math
 import os
 import threading
 import time
@@ -19,9 +20,9 @@ SCHEMA = 1
 class EventLog:
     """Appends events to a run's events.jsonl; safe to call from every role's thread."""
 
-    def __init__(self, run: Path) -> None:
+    def __init__(self, run: Path, name: str = "events.jsonl") -> None:
         run.mkdir(parents=True, exist_ok=True)
-        self._file = (run / "events.jsonl").open("a+b", buffering=0)
+        self._file = (run / name).open("a+b", buffering=0)
         self._waiting = b""  # what a full disk did not take; a run may be waiting for room
         if self._file.tell():
             self._file.seek(-1, os.SEEK_END)
@@ -31,7 +32,7 @@ class EventLog:
 
     def write(self, event: str, **values: Any) -> None:
         """Append one event."""
-        line = json.dumps({"schema": SCHEMA, "t": round(time.time(), 3), "event": event, **values})
+        line = json.dumps(_plain({"schema": SCHEMA, "t": round(time.time(), 3), "event": event, **values}))
         with self._lock:
             self._waiting += line.encode() + b"\n"
             self._flush()
@@ -55,3 +56,12 @@ class EventLog:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _plain(value: Any) -> Any:
+    """Return a value with the names of numbers that are not finite in their place: nan, inf, -inf."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -22,13 +22,15 @@ from paceline.drafter.ends import FrozenEnds
 from paceline.drafter.model import Drafter
 from paceline.pipeline.channel import Closed, OrderedChannel
 from paceline.pipeline.dealer import Dealer
+from paceline.pipeline.rollback import Rollback
 from paceline.pipeline.supervisor import RoleState, Supervisor
-from paceline.records import StepReport, TokenBatch
+from paceline.records import Rejection, StepReport, TokenBatch
 from paceline.runtime.compiling import Policy, forbid_recompiles, warm_compiler
 from paceline.runtime.gate import Gate
 from paceline.target.feature_cache import DiskCache, FeatureCache, MemoryCache, NoCache
 from paceline.target.load import TargetFacts
 from paceline.target.replica import TargetReplica
+from paceline.train.guard import Guard
 from paceline.train.rank import DrafterRank
 from paceline.train.ranks import Meeting
 from paceline.train.step import DrafterStep
@@ -77,6 +79,9 @@ def train_in_threads(
     on_held_out: Callable[[StepReport], None],
     on_state: Callable[[RoleState], None],
     on_recompile: Callable[[str], None],
+    on_rejected: Callable[[Rejection], None],
+    on_rolled_back: Callable[[int, Saved], None],
+    warn: Callable[[str], None],
     start: Saved | None,
     saver: Saver,
     stopping: Callable[[], bool],
@@ -84,7 +89,9 @@ def train_in_threads(
 ) -> tuple[Drafter, int]:
     """Train a drafter with one thread a role; return it and how often a step would have been compiled again.
 
-    `on_recompile` gets the guard that failed whenever a step does not fit what was compiled and runs uncompiled.
+    `on_recompile` gets the guard that failed whenever a step does not fit what was compiled and runs uncompiled. Every
+    rank tells `on_rejected` of a step that was not applied; `on_rolled_back` gets how many steps are done and the
+    checkpoint that the run went back to, `warn` a sentence on one that could not be taken.
     Training goes on from `start`, where `batches` have to begin. Once `stopping` says so, it ends with the step that is
     under way, saved. `on_ready` is called when all roles are.
 
@@ -100,9 +107,13 @@ def train_in_threads(
     targets = _replicas(settings, facts, largest, source, cache, channel, gate)
     dealer = Dealer(channel, len(pipeline.drafters))
     meeting = Meeting(len(pipeline.drafters))
+    history = start.state["guard"] if start else None
+    guards = [Guard(settings.guard, settings.train.clip, history) for _ in pipeline.drafters]
+    roll_back = Rollback(settings, saver=saver, meeting=meeting, gate=gate, tell=on_rolled_back, warn=warn)
 
     def between_steps(step: DrafterStep, steps: int, last: bool) -> None:
-        saver.between_steps(steps, step.state(), last=last)
+        guard = guards[0]
+        saver.between_steps(steps, step.state(), last=last, more={"guard": guard.state()}, good=guard.first_rejected)
         if last:  # the other ranks have met and ask for nothing more; replicas may wait for room or for data
             source.stop()
             channel.stop()
@@ -127,6 +138,9 @@ def train_in_threads(
             meeting=meeting,
             total_steps=total_steps,
             on_step=on_step,
+            guard=guards[rank],
+            on_rejected=on_rejected,
+            roll_back=roll_back,
             policy=policy,
             gate=gate,
             alarm=on_recompile,

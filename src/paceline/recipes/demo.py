@@ -109,7 +109,7 @@ def _claim(run: Path) -> None:
         raise UserError(f"{run} (--run-dir) holds something that is no demo. Choose another folder.")
     run.mkdir(parents=True, exist_ok=True)
     (run / NOTE).write_text("This folder belongs to `paceline demo`, which replaces what is in it.\n")
-    names = ("drafter", "export", "checkpoints", "events.jsonl", "evaluation.json", "report.json")
+    names = ("drafter", "export", "checkpoints", "events.jsonl", "quarantine.jsonl", "evaluation.json", "report.json")
     for path in (*(run / name for name in names), *run.glob("evaluation-step-*.json")):
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 

@@ -22,10 +22,12 @@ from paceline.data.plan import BucketTable
 from paceline.data.verify import BackgroundCheck, watched
 from paceline.observe.console import Console
 from paceline.observe.events import EventLog
+from paceline.observe.quarantine import Quarantine
 from paceline.pipeline.threads import train_in_threads
 from paceline.recipes.plan import print_buckets
 from paceline.recipes.train_checks import check_inputs, check_run_folder, choose_policy
 from paceline.recipes.train_facts import drafter_meta, fixed_facts, say_what_made_it
+from paceline.recipes.train_guard import GuardTeller
 from paceline.recipes.train_resume import best_so_far, check_room, find_start
 from paceline.recipes.train_stop import StopRequest
 from paceline.recipes.train_tell import Teller, Totals
@@ -99,9 +101,10 @@ def _run(
         mixture, settings.data, settings.train, settings.drafter.block_size, first_step=first_step, pin=pin
     )
     # 3. Roles start, agree, work.
-    with EventLog(run) as events, console.progress("train", total_steps) as tick:
+    with EventLog(run) as events, Quarantine(run) as quarantine, console.progress("train", total_steps) as tick:
         totals = Totals(**start.state["totals"]) if start else Totals()
         teller = Teller(settings, total_steps, totals, events=events, console=console, tick=tick, best=best)
+        guard = GuardTeller(mixture, quarantine=quarantine, events=events, console=console)
         _tell_begin(events, settings, buckets, total_steps, start, best)
 
         stop = StopRequest(
@@ -130,10 +133,13 @@ def _run(
                         total_steps=total_steps,
                         load_ends=lambda: load_ends(facts),
                         policy=policy,
-                        on_step=teller.on_step,
+                        on_step=guard.watched(teller.on_step, settings.pipeline.drafters + settings.pipeline.targets),
                         on_held_out=teller.on_held_out,
                         on_state=teller.on_state,
                         on_recompile=teller.on_recompile,
+                        on_rejected=guard.on_rejected,
+                        on_rolled_back=teller.on_rolled_back,
+                        warn=console.line,
                         start=start,
                         saver=saver,
                         stopping=stop,

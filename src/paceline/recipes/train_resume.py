@@ -15,12 +15,10 @@ from paceline.records import UserError
 from paceline.target.load import TargetFacts
 from paceline.train.memory import step_memory
 
-# What may be another when a run goes on: how it is carried out, but not what it computes beyond rounding; and where
-# target and datasets lie, because their fingerprints are compared.
-_HOW = (
-    *("run_dir", "pipeline.", "checkpoint.", "data.prefetch", "train.policy", "train.log_every", "train.logits_mib"),
-    "evaluate.every_steps",
-)
+# What may be another when a run goes on: how it is carried out, but not what it computes beyond rounding; which updates
+# are rejected from now on; and where target and datasets lie, because their fingerprints are compared.
+_TRAIN = ("train.policy", "train.log_every", "train.logits_mib")
+_HOW = ("run_dir", "pipeline.", "checkpoint.", "guard.", "data.prefetch", "evaluate.every_steps", *_TRAIN)
 _WHERE = ("data.dataset", "target.model", "target.revision", "evaluate.held_out")
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.best import Best
-from paceline.checkpoint.store import resume_command
+from paceline.checkpoint.store import Saved, resume_command
 from paceline.config import RunSettings
 from paceline.observe.console import Console, Tick
 from paceline.observe.events import EventLog
@@ -30,7 +30,8 @@ class Totals:
     anchor_slots: int = 0
     tokens: int = 0
     padded_tokens: int = 0
-    loss: float = float("nan")  # of the last step
+    rejected_steps: int = 0
+    loss: float = float("nan")  # of the last step that was applied
     held_out_loss: float | None = None  # the last one
     seconds: float = 0.0  # of the parts before this one
 
@@ -41,7 +42,10 @@ class Totals:
         self.anchor_slots += report.anchor_slots
         self.tokens += report.tokens
         self.padded_tokens += report.padded_tokens
-        self.loss = report.loss
+        if report.applied:
+            self.loss = report.loss
+        else:
+            self.rejected_steps += 1
 
 
 class Teller:
@@ -110,6 +114,15 @@ class Teller:
         self._events.write(event, **values)
         self._console.line(f"  {_SAVING[event].format(mib=values.get('bytes', 0) / 2**20, **values)}")
 
+    def on_rolled_back(self, steps: int, to: Saved) -> None:
+        """Too many steps were rejected, and the run went back to a checkpoint."""
+        self._saved = to.steps
+        self._events.write("rolled_back", steps=steps, to=to.steps, checkpoint=str(to.folder))
+        self._console.line(
+            f"  too many steps were rejected: after step {steps:,} the drafter is that of step {to.steps:,} again; the "
+            f"data goes on from where it is"
+        )
+
     def on_asked(self) -> None:
         """A signal asked the run to stop."""
         self._console.line("  stopping: this step is finished and saved; a second signal stops at once")
@@ -142,6 +155,7 @@ class Teller:
         totals = self.totals
         return {
             "train_steps": totals.steps,
+            "rejected_steps": totals.rejected_steps,
             "loss": totals.loss,
             "real_anchor_share": totals.blocks / max(totals.anchor_slots, 1),
             "padding_share": 1 - totals.tokens / max(totals.padded_tokens, 1),

@@ -11,9 +11,10 @@ import torch
 from paceline.config import DrafterSettings, TrainSettings
 from paceline.drafter.ends import FrozenEnds
 from paceline.drafter.model import Drafter
-from paceline.records import RunError, StepReport
+from paceline.records import Rejection, RunError, StepReport
 from paceline.runtime.compiling import Policy
 from paceline.runtime.gate import Gate
+from paceline.train.guard import Guard
 from paceline.train.loop import Dealt, train_loop
 from paceline.train.memory import advice, step_memory
 from paceline.train.ranks import Meeting
@@ -37,6 +38,9 @@ class DrafterRank:
         meeting: Meeting,
         total_steps: int,
         on_step: Callable[[StepReport], None],
+        guard: Guard,
+        on_rejected: Callable[[Rejection], None],
+        roll_back: Callable[[int, DrafterStep, Guard, int], None],
         policy: Policy,
         gate: Gate,
         alarm: Callable[[str], None],
@@ -46,7 +50,9 @@ class DrafterRank:
         looks: Callable[[int], bool] = lambda steps: False,
         on_held_out: Callable[[StepReport], None] = lambda report: None,
     ) -> None:
-        """`on_warm` may put a saved state in place. Rank 0 asks `stopping` for all ranks, and between two of its steps
+        """`guard` decides which updates are applied; when too many were not, `roll_back` puts an older state in place.
+
+        `on_warm` may put a saved state in place. Rank 0 asks `stopping` for all ranks, and between two of its steps
         calls `between_steps` with how many are done and whether all ranks stop here. `looks`, `on_held_out`: see
         train_loop.
         """
@@ -55,6 +61,7 @@ class DrafterRank:
         self._drafter, self._train, self._hidden_size = drafter, train, hidden_size
         self._target_revision, self._load_ends = target_revision, load_ends
         self._source, self._total_steps, self._on_step = source, total_steps, on_step
+        self._guard, self._on_rejected, self._roll_back = guard, on_rejected, roll_back
         self._policy, self._gate, self._alarm = policy, gate, alarm
         self._on_warm, self._stopping, self._between_steps = on_warm, stopping, between_steps
         self._looks, self._on_held_out = looks, on_held_out
@@ -107,6 +114,10 @@ class DrafterRank:
             self._watched(),
             total_steps=self._total_steps,
             on_step=self._on_step if first else lambda report: None,
+            guard=self._guard,
+            rank=self._rank,
+            on_rejected=self._on_rejected,
+            roll_back=self._told_back,
             meet=self._meet,
             between_steps=self._told_between if first else lambda steps, last: None,
             work=self._gate.work,
@@ -119,6 +130,11 @@ class DrafterRank:
     def _meet(self, steps: int) -> bool:
         last = self._stopping() and steps < self._total_steps  # the run's own end is no stop
         return self._meeting.reduce(self._rank, self._step.shared(), last=last)
+
+    def _told_back(self, steps: int) -> None:
+        self.doing = f"going back to a checkpoint after step {steps}"
+        self._roll_back(self._rank, self._step, self._guard, steps)
+        self.doing = ""
 
     def _told_between(self, steps: int, last: bool) -> None:
         self.doing = f"saving after step {steps}"

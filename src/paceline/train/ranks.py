@@ -40,6 +40,14 @@ class Meeting:
         self._barrier.wait()
         return agreed
 
+    def gather(self) -> None:
+        """Wait until every rank is here.
+
+        Raises:
+            BrokenBarrierError: the meeting was ended because another role failed.
+        """
+        self._barrier.wait()
+
     def end(self) -> None:
         """Wake who waits, and let nobody meet any more."""
         self._barrier.abort()

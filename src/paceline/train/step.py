@@ -12,6 +12,7 @@ Shapes: C context slots, A anchors, B block slots, D = m * H feature width, Q = 
 """
 
 import copy
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -25,7 +26,7 @@ from paceline.drafter.attention import Dense, Visibility, fits_tiles, sparse
 from paceline.drafter.ends import FrozenEnds
 from paceline.drafter.loss import HeadLoss, frozen_head_loss, head_loss
 from paceline.drafter.model import Drafter
-from paceline.records import FeatureBatch, RunError, StepReport, TokenBatch
+from paceline.records import FeatureBatch, RunError, StepReport, Suspect, TokenBatch
 from paceline.runtime.capture import Captured, new_pool
 from paceline.runtime.compiling import OneShape, Policy
 from paceline.train.optim import Optimizer
@@ -43,6 +44,32 @@ class _Buffers:
     token_A: Tensor
     labels_AB: Tensor
     valid_AB: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Look:
+    """One micro-batch as it was trained on; the numbers are on the device until they are read."""
+
+    samples: tuple[int, ...]
+    features_sum: Tensor
+    sums_2: Tensor  # loss, weight
+
+    def read(self) -> Suspect:
+        """Return the numbers (waits for the device)."""
+        loss_sum, weight_sum = self.sums_2.tolist()
+        features_sum = int(self.features_sum.item()) % 2 ** (8 * self.features_sum.itemsize)
+        return Suspect(self.samples, features_sum, loss_sum, weight_sum)
+
+
+def checksum(features_TD: Tensor) -> Tensor:
+    """Return the sum of the bytes, taken as whole numbers of 64 bits and modulo 2**64: int64, exact in any order.
+
+    Where a row holds no whole number of these, of 32 or 16 bits. It tells whether features were the same, not which
+    token's differ. Summed in their own format, because torch would copy them into a wider one first.
+    """
+    row = features_TD.shape[1] * features_TD.element_size()
+    words = next(kind for kind in (torch.int64, torch.int32, torch.int16) if row % kind.itemsize == 0)
+    return features_TD.view(words).sum(dtype=words)
 
 
 class DrafterStep:
@@ -89,8 +116,11 @@ class DrafterStep:
         gamma = settings.gamma or blocks.default_gamma(B)
         self.weights_B = blocks.slot_weights(B, gamma).to(self.device)
         self.sums = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss, weight
+        self.micro_sums = torch.zeros_like(self.sums)  # of the last micro-batch alone
         self.prefixes = torch.zeros(2, B - 1, dtype=torch.long, device=self.device)  # accepted, available
         self.norm = torch.zeros((), dtype=torch.float64, device=self.device)
+        # The largest loss and gradient norm that are applied.
+        self.limits_2 = torch.full((2,), math.inf, dtype=torch.float64, device=self.device)
         # 0: update leaves weights, moments and step count as they are.
         self.apply = torch.ones((), dtype=torch.float32, device=self.device)
         # Blocks, anchor slots, tokens and padded tokens; a tensor, to be summed over ranks like the rest.
@@ -137,10 +167,21 @@ class DrafterStep:
         """Run forward, loss and backward on the loaded micro-batch and add to gradients and sums."""
         self._micro()
 
+    def look(self, tokens: TokenBatch) -> "Look":
+        """Return what can be said of the micro-batch that was loaded and run last, without waiting for the device."""
+        features_sum = checksum(self.buffers.features_CD[: tokens.num_tokens])
+        return Look(tokens.samples, features_sum, self.micro_sums.clone())
+
+    def limit(self, loss: float, grad_norm: float) -> None:
+        """Set the largest loss and gradient norm that the next `update` applies."""
+        self.limits_2[0].fill_(loss)
+        self.limits_2[1].fill_(grad_norm)
+
     def update(self, lr: float) -> None:
         """Divide the summed gradients by the summed weight, clip them and step at rate `lr`.
 
-        `norm` then holds the gradients' norm before clipping. A norm that is not finite is never applied.
+        `norm` then holds the gradients' norm before clipping. What is not finite or above its limit, loss or norm, is
+        never applied: weights, moments and counts stay as they are.
         """
         self.optimizer.lr.fill_(lr)
         self._update()
@@ -171,8 +212,9 @@ class DrafterStep:
 
     def report(self, closing: TokenBatch, lr: float) -> StepReport:
         """Return the sums of the step that a micro-batch closes (waits for the device)."""
-        everything = (self.sums, self.norm[None], self.counts_4, self.prefixes.flatten().double())
-        loss_sum, weight_sum, norm, *counts = torch.cat(everything).tolist()
+        skip = self.optimizer.skip.double()
+        everything = (self.sums, self.norm[None], skip[None], self.counts_4, self.prefixes.flatten().double())
+        loss_sum, weight_sum, norm, skipped, *counts = torch.cat(everything).tolist()
         blocks_, anchor_slots, tokens, padded_tokens, *prefixes = map(int, counts)
         slots = self.prefixes.shape[1]
         return StepReport(
@@ -188,6 +230,7 @@ class DrafterStep:
             padded_tokens=padded_tokens,
             lr=lr,
             grad_norm=norm,
+            applied=not skipped,
         )
 
     def state(self) -> dict[str, dict[str, Tensor]]:
@@ -236,7 +279,8 @@ class DrafterStep:
         torch._foreach_add_([p.grad for p in self.drafter.parameters() if p.grad is not None], gradients)
         valid_AK = own.valid_AB[:, 1:]
         right_AK = hits_N.view_as(valid_AK) & valid_AK
-        self.sums += torch.stack([loss.double(), weights_AB.sum()])
+        self.micro_sums.copy_(torch.stack([loss.double(), weights_AB.sum()]))
+        self.sums += self.micro_sums
         self.prefixes += torch.stack([m.long().cumprod(-1).sum(0) for m in (right_AK, valid_AK)])
 
     def _run_update(self) -> None:
@@ -245,7 +289,9 @@ class DrafterStep:
         self.norm.copy_(norm)
         # The optimizer divides as it reads: a pass over the gradients to divide and one to clip are saved.
         self.optimizer.divisor.copy_(weight * ((norm + 1e-6) / self.settings.clip).clamp_min(1.0))
-        self.optimizer.skip.copy_(1 - self.apply * torch.isfinite(norm))
+        told_2 = torch.stack([self.sums[0] / weight, self.norm])
+        fit = torch.isfinite(told_2).all() & (told_2 <= self.limits_2).all()
+        self.optimizer.skip.copy_(1 - self.apply * fit)
         self.optimizer.step()
         self._refresh()
 
