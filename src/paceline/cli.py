@@ -30,7 +30,7 @@ from paceline.cli_options import (
 from paceline.config import RunSettings
 from paceline.config_file import load_settings
 from paceline.observe.console import Console
-from paceline.records import INTERRUPTED_STATUS, Interrupted, PacelineError, UserError
+from paceline.records import INTERRUPTED_STATUS, Hung, Interrupted, PacelineError, UserError
 
 # Threads that may be inside torch or a write when a command ends.
 _BUSY_THREADS = ("target replica", "drafter rank", "generation", "checkpoint")
@@ -345,6 +345,8 @@ def main() -> None:
     except SystemExit as end:
         if end.code == 130:  # typer's answer to Ctrl-C
             _fail("interrupted", 130)
+        if isinstance(end.code, int | None):
+            _leave_if_busy(end.code or 0)  # a replica that hangs may have been left behind
         raise
     except Exception as error:
         if type(error).__name__ != "OutOfMemoryError":  # torch's, which is not imported here
@@ -354,8 +356,15 @@ def main() -> None:
 
 def _fail(error: object, status: int, what: str = "error") -> None:
     print(f"{what}: {' '.join(str(error).split())}", file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if any(thread.name.startswith(_BUSY_THREADS) for thread in threading.enumerate()):
-        os._exit(status)  # a role that is still inside torch would abort the interpreter's end and change the status
+    _leave_if_busy(status, hung=isinstance(error, Hung))
     sys.exit(status)
+
+
+def _leave_if_busy(status: int, *, hung: bool = False) -> None:
+    """End the process at once if a thread may be inside torch, which would abort the interpreter's end and change the
+    status, or may never end.
+    """
+    if hung or any(thread.name.startswith(_BUSY_THREADS) for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)

@@ -170,6 +170,10 @@ class PipelineSettings(Section):
     drafter_threads: Count = Field(1, description="CPU threads of each drafter rank's matrix products")
     credit_gib: float = Field(2.0, gt=0, le=2**20, description="features that may wait for the drafter, in GiB")
     ready_timeout_s: float = Field(600.0, gt=0, le=1e6, description="longest start-up of a role, in seconds")
+    work_timeout_s: float = Field(
+        600.0, gt=0, le=1e6, description="longest work on one micro-batch or step, and longest standstill, in seconds"
+    )
+    restarts: Whole = Field(3, ge=0, description="times that target replicas which fail are restarted, of all together")
     feature_cache: Literal["off", "memory", "disk"] = Field(
         "off", description="keep features so that later epochs skip the target; needs data.reshuffle: batches"
     )

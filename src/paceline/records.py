@@ -25,6 +25,10 @@ class RunError(PacelineError):
     """A run that could not go on. The command exits with status 1."""
 
 
+class Hung(RunError):
+    """A run in which a thread never came back. It cannot be ended, so the command leaves it behind."""
+
+
 INTERRUPTED_STATUS = 75  # EX_TEMPFAIL of sysexits.h: a script does not go on, and a scheduler may start it again
 
 

@@ -3,7 +3,8 @@
 import errno
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -300,3 +301,61 @@ def test_another_fault_of_the_disk_is_told_and_the_run_goes_on(
     assert told[0] == ("checkpoint_failed", {"steps": 2, "message": "Input/output error"})
     assert told.kinds == ["checkpoint_failed", "checkpoint"]
     assert store.saved_steps(tmp_path) == [4]
+
+
+def test_what_a_failed_run_has_reached_is_saved_once(make: Any, tmp_path: Path) -> None:
+    saver, told = make(every_steps=2)
+    with saver:
+        saver.between_steps(2, TENSORS, last=False)
+        saver.release()
+        assert saver.save_now(2, TENSORS), "it is on the disk already"
+        assert saver.save_now(3, TENSORS)
+    assert [values["steps"] for event, values in told if event == "checkpoint"] == [2, 3]
+    assert store.saved_steps(tmp_path) == [2, 3]
+
+
+def test_a_failed_run_without_room_is_told_so(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    saver, told = make(on_full_disk="wait")
+    monkeypatch.setattr(module, "free_bytes", lambda path: 0)
+    with saver:
+        saver.release()
+        assert not saver.save_now(3, TENSORS)
+    assert told.kinds == ["checkpoint_failed"]
+
+
+def test_a_save_that_never_ends_holds_nobody_for_ever(make: Any, gate: threading.Event) -> None:
+    saver, told = make(every_steps=1)
+    saver._patience_s = 0.1
+    with saver:
+        saver.between_steps(1, TENSORS, last=False)
+        assert not saver.save_now(2, TENSORS), "what is being written must not change"
+    assert told == [
+        (
+            "checkpoint_failed",
+            {"steps": 1, "message": "it was still being written after pipeline.work_timeout_s (0.1 s)"},
+        )
+    ]
+    gate.set()
+    saver._thread.join(10)
+    assert told.kinds == ["checkpoint_failed"]
+
+
+def test_who_waits_for_the_disk_says_that_it_is_patient(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    saver, _ = make(every_steps=1, on_full_disk="wait")
+    waits: list[str] = []
+
+    @contextmanager
+    def patient(what: str) -> Iterator[None]:
+        waits.append(what)
+        yield
+
+    saver._patient = patient
+    free = [0]
+    monkeypatch.setattr(module, "free_bytes", lambda path: free[0])
+    with saver:
+        saver.between_steps(1, TENSORS, last=False)
+        while saver._full is None:
+            time.sleep(0.001)
+        free[0] = 2**30
+        saver.between_steps(2, TENSORS, last=True)
+    assert waits == ["room on the disk", *["the checkpoint to be on the disk"] * 2]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from paceline.data import prefetch as module
 from paceline.data.prefetch import Prefetch
 
 
@@ -142,3 +143,26 @@ def test_several_readers_share_one_stream() -> None:
         reader.join(10)
     assert sorted(number for mine in got for number in mine) == list(range(300))
     assert all(mine == sorted(mine) for mine in got)
+
+
+def test_a_source_that_hangs_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_LEAVE_S", 0.5)
+    begun, go = threading.Event(), threading.Event()
+
+    def hanging() -> Iterator[int]:
+        begun.set()
+        go.wait(60)
+        yield 1
+
+    ahead = Prefetch(hanging(), 1)
+    threading.Thread(target=lambda: next(ahead, None), daemon=True).start()
+    assert begun.wait(5)
+    joins: list[float] = []
+    whole = threading.Thread.join
+    monkeypatch.setattr(
+        threading.Thread, "join", lambda self, timeout=None: joins.append(timeout) or whole(self, timeout)
+    )
+    ahead.close()
+    ahead.close()
+    assert joins == [0.5, 0.0]
+    go.set()

@@ -1,13 +1,15 @@
 """The ordered channel: order, bound, end and stop."""
 
+import math
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 
-from paceline.pipeline.channel import Closed, OrderedChannel
-from paceline.records import BlockSet, FeatureBatch, TokenBatch
+from paceline.pipeline.channel import Closed, OrderedChannel, check_finite
+from paceline.records import BlockSet, FeatureBatch, RunError, TokenBatch
 
 EMPTY = torch.zeros(0, dtype=torch.long)
 BLOCKS = BlockSet(EMPTY, EMPTY, EMPTY, EMPTY, torch.zeros(0, 4, dtype=torch.long), torch.zeros(0, 4, dtype=torch.bool))
@@ -93,3 +95,48 @@ def test_many_senders_and_a_small_credit_lose_nothing() -> None:
     for _ in range(5):
         threading.Thread(target=send, daemon=True).start()
     assert [b.tokens.seq for b in channel] == list(range(300))
+
+
+def test_what_is_not_admitted_is_dropped() -> None:
+    channel = OrderedChannel(credit_bytes=10**6)
+    assert channel.put(batch(0))
+    assert not channel.put(batch(1), admit=lambda: False)
+    assert channel.waiting_bytes == 16
+    assert channel.put(batch(1), admit=lambda: True)
+    channel.finish(2)
+    assert [b.tokens.seq for b in channel] == [0, 1]
+
+
+def test_a_sender_behind_a_batch_that_nobody_makes_passes_over_the_credit() -> None:
+    """Else it would wait for room, the receiver for that batch, and that batch for the sender."""
+    lost: list[int] = []
+    channel = OrderedChannel(credit_bytes=16, missing_before=lambda seq: any(other < seq for other in lost))
+    channel.put(batch(1))
+    passed = threading.Event()
+    threading.Thread(target=lambda: channel.put(batch(2)) and passed.set(), daemon=True).start()
+    assert not passed.wait(0.2)
+    lost.append(3)
+    channel.look_again()
+    assert not passed.wait(0.2), "a batch behind its own is none of its concern"
+    lost.append(0)
+    channel.look_again()
+    assert passed.wait(5)
+
+
+NAN, INF = math.nan, math.inf
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("values", [[NAN], [INF], [-INF], [INF, -INF], [NAN, INF]])
+def test_features_that_are_not_finite_are_refused(values: list[float], dtype: torch.dtype) -> None:
+    whole = replace(batch(0, tokens=8), features_TD=torch.ones(8, 3, dtype=dtype))
+    check_finite(whole)
+    whole.features_TD[5, : len(values)] = torch.tensor(values, dtype=dtype)
+    with pytest.raises(RunError, match=f"{len(values)} of 24 values are not, first at token 5"):
+        check_finite(whole)
+
+
+def test_features_whose_sum_is_too_large_are_finite() -> None:
+    largest = torch.finfo(torch.float32).max
+    check_finite(replace(batch(0), features_TD=torch.full((4, 2), largest)))
+    check_finite(replace(batch(0), features_TD=torch.tensor([[largest, largest], [-largest, -largest]])))

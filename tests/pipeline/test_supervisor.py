@@ -6,8 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from paceline.pipeline.supervisor import RoleState, Supervisor
-from paceline.records import RunError
+from paceline.pipeline.supervisor import Role, RoleState, Supervisor
+from paceline.pipeline.watch import Watch
+from paceline.records import Hung, RunError
+from paceline.runtime import pulse
 from paceline.runtime.gate import Gate
 
 
@@ -145,3 +147,135 @@ def test_an_interrupt_of_the_main_thread_releases_the_roles() -> None:
         supervisor.run(5.0)
     assert released.is_set()
     assert not any(thread.name == waiting.name for thread in threading.enumerate())
+
+
+class Nurse:
+    """Puts given roles in the place of those that fail, and notes what hangs."""
+
+    def __init__(self, *others: FakeRole) -> None:
+        self._others = list(others)
+        self.failures: list[str] = []
+        self.hangs: list[str] = []
+
+    def failed(self, role: Role, error: RunError) -> Role | None:
+        self.failures.append(str(error))
+        return self._others.pop(0) if self._others else None
+
+    def hung(self, role: Role, error: Hung) -> None:
+        self.hangs.append(str(error))
+
+    def stalled(self, error: Hung) -> None:
+        raise error
+
+
+def tended(nurse: Nurse, *roles: FakeRole, gate: Gate | None = None, watch: Watch[Role] | None = None) -> Supervisor:
+    return Supervisor(
+        roles,
+        threads=[1] * len(roles),
+        release=released.set,
+        ended=Stopped,
+        on_state=lambda state: seen.append((state.role.name, state.state)),
+        gate=gate or Gate(),
+        care=nurse,
+        watch=watch,
+    )
+
+
+def test_another_takes_the_place_of_a_role_that_fails_and_loads_while_nobody_works() -> None:
+    gate, begun, loaded, busy = Gate(), threading.Event(), threading.Event(), []
+
+    def work() -> None:
+        while not loaded.is_set():
+            with gate.work():
+                busy.append(1)
+                begun.set()
+                time.sleep(0.001)
+                busy.pop()
+
+    def load() -> None:
+        assert not busy
+        time.sleep(0.05)
+        assert not busy
+        loaded.set()
+
+    other = FakeRole("target replica 0", load=load)
+    nurse = Nurse(other)
+    bad = FakeRole("target replica 0", run=lambda: begun.wait(5) and fail(ValueError("device lost"))())
+    tended(nurse, bad, FakeRole("drafter rank 0", run=work), gate=gate).run(5.0)
+    assert nurse.failures == ["target replica 0 on cpu failed while running: ValueError: device lost"]
+    assert other.ran
+    states = [state for name, state in seen if name == "target replica 0"]
+    start = ["loading", "compiling", "ready", "running"]
+    assert states == [*start, "failed", *start, "done"]
+
+
+@pytest.mark.parametrize("stage", ["load", "warm", "disagree"])
+def test_a_role_that_takes_a_place_may_fail_too(stage: str) -> None:
+    stages = {"warm": lambda: {"taps": (7, 8)}} if stage == "disagree" else {stage: fail(ValueError("again"))}
+    nurse = Nurse(FakeRole("r", **stages), FakeRole("r", run=fail(ValueError("third"))))
+    tended(nurse, FakeRole("r", run=fail(ValueError("first"))), FakeRole("d")).run(5.0)
+    second = {"load": "loading: ValueError: again", "warm": "compiling: ValueError: again"}
+    wanted = second.get(stage, "compiling: r and r disagree on the taps: (1, 2) against (7, 8)")
+    assert [text.split(" failed while ")[1][: len(wanted)] for text in nurse.failures] == [
+        "running: ValueError: first",
+        wanted,
+        "running: ValueError: third",
+    ]
+
+
+def test_a_failure_before_all_are_ready_ends_the_run_whoever_cares() -> None:
+    nurse = Nurse(FakeRole("r"))
+    supervisor = tended(nurse, FakeRole("r", load=fail(ValueError("no"))), FakeRole("d"))
+    with pytest.raises(RunError, match="r on cpu failed while loading: ValueError: no"):
+        supervisor.run(5.0)
+    assert nurse.failures == []
+    assert not supervisor.running
+
+
+def test_a_role_that_hangs_is_left_alone_and_its_place_at_the_gate_is_free() -> None:
+    gate, go = Gate(), threading.Event()
+
+    def hang() -> None:
+        with gate.work():
+            go.wait(60)
+
+    def wait() -> None:
+        with pulse.patient("the other to be given up"):
+            while not nurse.hangs:
+                time.sleep(0.01)
+        with gate.alone():
+            pass
+
+    stuck = FakeRole("target replica 1", run=hang)
+    stuck.doing = "micro-batch 5"
+    nurse = Nurse()
+    began = time.monotonic()
+    supervisor = tended(nurse, stuck, FakeRole("drafter rank 0", run=wait), gate=gate, watch=Watch(1.0, 60.0))
+    supervisor.run(5.0)
+    assert time.monotonic() - began < 20
+    (text,) = nurse.hangs
+    assert text.startswith("target replica 1 on cpu hangs: it has been running (micro-batch 5) for ")
+    assert "longer than pipeline.work_timeout_s (1 s)" in text
+    assert not supervisor.came_to_rest(stuck, 60.0)
+    go.set()
+
+
+def test_a_run_in_which_all_wait_ends_with_what_each_waits_for() -> None:
+    def wait(what: str) -> Callable[[], None]:
+        def stage() -> None:
+            with pulse.waiting(what):
+                wait_until_released()
+
+        return stage
+
+    roles = (
+        FakeRole("target replica 0", run=wait("micro-batch 12 from the loader")),
+        FakeRole("d", run=wait("features")),
+    )
+    supervisor = tended(Nurse(), *roles, watch=Watch(0.5, 60.0))
+    with pytest.raises(
+        Hung, match="target replica 0 waits for micro-batch 12 from the loader; d waits for features"
+    ) as told:
+        supervisor.run(5.0)
+    assert "pipeline.work_timeout_s (0.5 s)" in str(told.value)
+    assert all(supervisor.came_to_rest(role, 5.0) for role in roles)

@@ -118,3 +118,61 @@ def test_an_error_inside_opens_the_gate() -> None:
             raise ValueError("inside")
     with gate.alone():
         pass
+
+
+@pytest.mark.parametrize("hold", ["work", "alone"])
+def test_nobody_waits_for_a_thread_whose_place_was_revoked_and_its_leaving_does_no_harm(hold: str) -> None:
+    gate, inside, go, left = Gate(), threading.Event(), threading.Event(), threading.Event()
+
+    def hang() -> None:
+        with getattr(gate, hold)(), gate.work():
+            inside.set()
+            go.wait(60)
+        left.set()
+
+    stuck = threading.Thread(target=hang, daemon=True)
+    stuck.start()
+    assert inside.wait(5)
+    passed = threading.Event()
+    in_between, leave = threading.Event(), threading.Event()
+
+    def alone() -> None:
+        with gate.alone():
+            in_between.set()
+            leave.wait(60)
+        passed.set()
+
+    threading.Thread(target=alone, daemon=True).start()
+    assert not in_between.wait(0.1)
+    gate.revoke(stuck)
+    assert in_between.wait(5)
+    go.set()  # it comes back to life while another is alone
+    assert left.wait(5)
+    worked = threading.Event()
+
+    def work() -> None:
+        with gate.work():
+            worked.set()
+
+    threading.Thread(target=work, daemon=True).start()
+    assert not worked.wait(0.1), "its leaving must not have ended who is alone"
+    leave.set()
+    assert passed.wait(5)
+    assert worked.wait(5)
+    with gate.work(), gate.work():
+        pass
+    with gate.alone():
+        pass
+
+
+def test_a_revoked_place_is_its_threads_alone() -> None:
+    gate, done = Gate(), threading.Event()
+    ended = threading.Thread(target=lambda: None)
+    ended.start()
+    ended.join()
+    with gate.work():
+        gate.revoke(ended)  # whose number may by now be ours
+        thread = threading.Thread(target=lambda: gate.alone().__enter__() or done.set(), daemon=True)
+        thread.start()
+        assert not done.wait(0.1)
+    assert done.wait(5)

@@ -4,6 +4,7 @@ import dataclasses
 import re
 import weakref
 from collections.abc import Callable, Collection, Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -384,6 +385,15 @@ class Failing:
             raise self._during  # noqa: B904 - as CUDA's capture does
 
 
+class Ready:
+    """A step that needs no rehearsal."""
+
+    buffers = SimpleNamespace(features_CD=torch.zeros(1, 1))
+
+    def warm(self) -> None:
+        """Do nothing."""
+
+
 def segment(reserved: float, allocated: float, *, pool: tuple[int, int] | None = (0, 0), device: int = 0) -> Any:
     """Return a segment as `torch.cuda.memory_snapshot` tells of it, sizes in GiB; a pool of None is not told."""
     told = {"device": device, "total_size": int(reserved * GIB), "allocated_size": int(allocated * GIB)}
@@ -463,6 +473,25 @@ def test_a_rank_that_runs_out_of_memory_says_what_to_lower(
     room += there.moments / GIB if optimizer == "muon" else 0  # which AdamW makes at its first step
     want = advise(train, room).replace("140.0 GiB", "40.0 GiB")
     assert str(caught.value) == f"out of memory. {want}"
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_rank_that_runs_out_of_memory_in_the_middle_of_the_run_says_so_too(
+    rank: Callable[..., DrafterRank], monkeypatch: pytest.MonkeyPatch, optimizer: str
+) -> None:
+    def train_loop(*parts: object, **more: object) -> None:
+        raise torch.OutOfMemoryError("tried to allocate")
+
+    monkeypatch.setattr(rank_module, "train_loop", train_loop)
+    made = rank(Ready(), optimizer=optimizer)
+    made.warm()
+    with pytest.raises(RunError) as caught:
+        made.run()
+    train = SHAPES["qwen3-8b"].train_settings("bfloat16").model_copy(update={"optimizer": optimizer})
+    there = step_memory(SHAPES["qwen3-8b"].drafter, train, hidden_size=4096, vocab_size=151_936, tied=False)
+    # By now everything that stays is there, AdamW's moments too.
+    room = 5 + (there.weights + there.gradients + there.working_copy + there.ends + there.buffers + there.moments) / GIB
+    assert str(caught.value) == f"out of memory. {advise(train, room).replace('140.0 GiB', '40.0 GiB')}"
 
 
 def test_a_rank_that_runs_out_of_memory_while_loading_says_so_too(

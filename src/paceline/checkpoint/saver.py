@@ -5,7 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +39,22 @@ class Saver:
         stopping: Callable[[], bool],
         best: Best | None = None,
         total_steps: int | None = None,
+        patient: Callable[[str], AbstractContextManager[None]] = lambda what: nullcontext(),
+        patience_s: float = 600.0,
     ) -> None:
-        """`describe` returns what state.json holds. After `total_steps` only a best state is saved."""
+        """`describe` returns what state.json holds. After `total_steps` only a best state is saved.
+
+        `patient` is held where the training thread waits for the disk; `patience_s` is how long a save that is under
+        way may take once the run has ended.
+        """
         self._run, self._settings = run, settings
         self._describe, self._tell, self._stopping = describe, tell, stopping
         self._best, self._total_steps = best or Best(), total_steps
+        self._patient, self._patience_s = patient, patience_s
+        self._written_steps: int | None = None  # of the newest that this process has written
         self._copies: dict[str, HostCopy] = {}
         self._thread: threading.Thread | None = None
-        self._last = time.monotonic()
+        self._last, self._steps = time.monotonic(), 0  # when the last save was due, and after which step
         self._full: str | None = None  # why nothing can be written
         self._ended = threading.Event()
 
@@ -95,8 +103,27 @@ class Saver:
 
     def settle(self) -> None:
         """Wait until no save is under way, or the run ends."""
-        while self._busy() and not self._ended.wait(0.02):
-            pass
+        with self._patient("the checkpoint to be on the disk"):
+            while self._busy() and not self._ended.wait(0.02):
+                pass
+
+    def save_now(
+        self,
+        steps: int,
+        tensors: Mapping[str, Mapping[str, Tensor]],
+        *,
+        more: Mapping[str, Any] | None = None,
+        good: int | None = None,
+    ) -> bool:
+        """Save what a run that failed has reached, and return whether it is on the disk; see between_steps.
+
+        From any thread, once nobody trains any more.
+        """
+        self._join()
+        if self._written_steps != steps and not self._busy():
+            self._start(steps, tensors, more or {}, good, best=self._best.steps == steps)
+            self._join()
+        return self._written_steps == steps
 
     def release(self) -> None:
         """Let the training thread wait no more, because the run ends."""
@@ -110,8 +137,16 @@ class Saver:
         self._ended.set()
         if kind is not None and not issubclass(kind, Exception):
             self._tell = lambda *_, **__: None  # nobody listens any more
-        elif self._thread is not None:
-            self._thread.join()
+        else:
+            self._join()
+            if self._busy():
+                message = f"it was still being written after pipeline.work_timeout_s ({self._patience_s:g} s)"
+                self._tell("checkpoint_failed", steps=self._steps, message=message)
+                self._tell = lambda *_, **__: None
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join(self._patience_s)
 
     def _due(self, steps: int) -> bool:
         if self._settings.every_steps is not None:
@@ -122,6 +157,12 @@ class Saver:
         return self._thread is not None and self._thread.is_alive()
 
     def _hold(self) -> None:
+        if self._full is None:
+            return
+        with self._patient("room on the disk"):
+            self._hold_while_full()
+
+    def _hold_while_full(self) -> None:
         while self._full is not None and not self._stopping() and not self._ended.wait(0.1):
             if self._settings.on_full_disk == "stop":
                 raise RunError(
@@ -138,7 +179,7 @@ class Saver:
         *,
         best: bool = False,
     ) -> None:
-        self._last = time.monotonic()
+        self._last, self._steps = time.monotonic(), steps
         for file, copy in self._copies.items():
             copy.take(tensors[file])
         state = {**self._describe(), **more}
@@ -157,6 +198,7 @@ class Saver:
             copy_s = sum(copy.copy_s for copy in self._copies.values())
             write_s = time.monotonic() - began
             times = {"copy_s": round(copy_s, 3), "write_s": round(write_s, 3)}
+            self._written_steps = steps
             self._tell("checkpoint", steps=steps, best=best, bytes=nbytes, **times)
             with suppress(OSError):  # what cannot be removed is one too many, and no loss
                 store.prune(self._run, steps, self._settings.keep, good=good)

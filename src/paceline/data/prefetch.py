@@ -62,6 +62,7 @@ class Prefetch(Generic[Item]):
         self._shared = _Shared(source, ahead)
         self._thread = threading.Thread(target=self._shared.fill, name="prefetch", daemon=True)
         self._starting = threading.Lock()
+        self._closed = False
         weakref.finalize(self, self._shared.stop)
 
     def __iter__(self) -> "Prefetch[Item]":
@@ -84,10 +85,11 @@ class Prefetch(Generic[Item]):
             raise StopIteration
 
     def close(self) -> None:
-        """Build no more and wait until the thread has left."""
+        """Build no more and wait until the thread has left, once and not for long: it may hang."""
         self._shared.stop()
         if self._thread.ident is not None and self._thread is not threading.current_thread():
-            self._thread.join(_LEAVE_S)
+            self._thread.join(0.0 if self._closed else _LEAVE_S)
+        self._closed = True
 
     def __enter__(self) -> "Prefetch[Item]":
         return self

@@ -86,6 +86,9 @@ def watched(
         on_whole(check.shards)
 
 
+_LEAVE_S = 5.0  # longest wait for the thread at the end; it looks between two pieces of a shard
+
+
 class BackgroundCheck:
     """Checks every shard once while a run is already under way, so nobody waits at the start for 10 GB to be read."""
 
@@ -98,6 +101,11 @@ class BackgroundCheck:
         self.shards = len(self._shards)
         self._thread = threading.Thread(target=self._run, name="checksum", daemon=True)
         self._thread.start()
+
+    @property
+    def checked(self) -> int:
+        """Shards that were checked so far."""
+        return self._checked
 
     def look(self) -> bool:
         """Return at once whether every shard is checked and whole.
@@ -125,9 +133,9 @@ class BackgroundCheck:
         return self.look()
 
     def close(self) -> None:
-        """Stop early; a second time does nothing."""
+        """Stop early; a second time does nothing. A read that hangs is left behind."""
         self._stop.set()
-        self._thread.join()
+        self._thread.join(_LEAVE_S)
 
     def _run(self) -> None:
         try:

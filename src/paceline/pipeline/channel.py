@@ -1,13 +1,17 @@
 """An ordered, bounded channel between target replicas and a drafter rank.
 
 Items carry their place in the stream; the receiver gets them in that order whoever made them. Waiting items are bounded
-in bytes. The item that the receiver waits for always passes, so the bound cannot deadlock.
+in bytes. The item that the receiver waits for always passes, so the bound cannot deadlock; and so does an item behind
+one that nobody makes any more, because its sender is needed to make that one.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from paceline.records import FeatureBatch
+import torch
+
+from paceline.records import FeatureBatch, RunError
+from paceline.runtime import pulse
 
 
 class Closed(Exception):
@@ -17,8 +21,9 @@ class Closed(Exception):
 class OrderedChannel:
     """Feature batches in the order of their `seq`, for one receiver."""
 
-    def __init__(self, credit_bytes: int) -> None:
-        self._credit = credit_bytes
+    def __init__(self, credit_bytes: int, missing_before: Callable[[int], bool] = lambda seq: False) -> None:
+        """`missing_before` says whether a batch before the one of this place waits for somebody to make it."""
+        self._credit, self._missing_before = credit_bytes, missing_before
         self._waiting: dict[int, FeatureBatch] = {}
         self._bytes = 0
         self._next = 0
@@ -26,17 +31,31 @@ class OrderedChannel:
         self._stopped = False
         self._changed = threading.Condition()
 
-    def put(self, batch: FeatureBatch) -> None:
-        """Hand over a batch; waits while the credit is used up and the receiver waits for another one first."""
+    def put(self, batch: FeatureBatch, admit: Callable[[], bool] = lambda: True) -> bool:
+        """Hand over a batch; waits while the credit is used up and the receiver waits for another one first.
+
+        `admit` is asked at the moment of handing over; a batch that it refuses is dropped. Returns its answer.
+        """
         seq = batch.tokens.seq
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._stopped or seq == self._next or self._bytes + batch.nbytes <= self._credit
-            )
+            with pulse.waiting("room in the channel"):
+                self._changed.wait_for(lambda: self._stopped or self._has_room(seq, batch.nbytes))
             if self._stopped:
                 raise Closed
+            if not admit():
+                return False
             self._waiting[seq] = batch
             self._bytes += batch.nbytes
+            self._changed.notify_all()
+            return True
+
+    def _has_room(self, seq: int, nbytes: int) -> bool:
+        # One from before the next came too late: it is not admitted, and has nothing to wait for.
+        return seq <= self._next or self._bytes + nbytes <= self._credit or self._missing_before(seq)
+
+    def look_again(self) -> None:
+        """Let senders ask anew whether a batch before theirs is missing."""
+        with self._changed:
             self._changed.notify_all()
 
     def finish(self, count: int) -> None:
@@ -59,7 +78,10 @@ class OrderedChannel:
     def __iter__(self) -> Iterator[FeatureBatch]:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._stopped or self._next in self._waiting or self._next == self._end)
+                with pulse.waiting(f"features of micro-batch {self._next}"):
+                    self._changed.wait_for(
+                        lambda: self._stopped or self._next in self._waiting or self._next == self._end
+                    )
                 if self._stopped:
                     raise Closed
                 if self._next == self._end:
@@ -69,3 +91,22 @@ class OrderedChannel:
                 self._next += 1
                 self._changed.notify_all()
             yield batch
+
+
+def check_finite(batch: FeatureBatch) -> None:
+    """Refuse features that are not numbers, with one reduction unless something is wrong.
+
+    Raises:
+        RunError: some are infinite or not a number.
+    """
+    features_TD = batch.features_TD
+    # A sum is not finite if one summand is not. It may also be too large for its format.
+    if bool(torch.isfinite(features_TD.sum(dtype=torch.float32))):
+        return
+    wrong_TD = ~torch.isfinite(features_TD)
+    count = int(wrong_TD.sum())
+    if count:
+        first = int(wrong_TD.any(dim=1).nonzero()[0])
+        raise RunError(
+            f"Features must be finite, but {count:,} of {wrong_TD.numel():,} values are not, first at token {first}."
+        )

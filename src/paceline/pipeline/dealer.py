@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 
 from paceline.records import FeatureBatch
+from paceline.runtime import pulse
 from paceline.train.loop import Dealt
 
 
@@ -30,7 +31,8 @@ class Dealer:
     def _next(self, rank: int) -> Dealt | None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._queues[rank] or self._ended or not self._fetching)
+                with pulse.waiting("features that another rank fetches"):
+                    self._changed.wait_for(lambda: self._queues[rank] or self._ended or not self._fetching)
                 if self._queues[rank]:
                     return self._queues[rank].popleft()
                 if self._error is not None:

@@ -5,7 +5,6 @@ drafter sees the same stream with one replica as with five.
 """
 
 import shutil
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from functools import partial
@@ -15,16 +14,19 @@ from threading import BrokenBarrierError
 import torch
 
 from paceline.checkpoint.saver import Saver
-from paceline.checkpoint.store import Saved
+from paceline.checkpoint.store import Saved, resume_command
 from paceline.config import PipelineSettings, RunSettings
 from paceline.data.prefetch import Prefetch
 from paceline.drafter.ends import FrozenEnds
 from paceline.drafter.model import Drafter
-from paceline.pipeline.channel import Closed, OrderedChannel
+from paceline.pipeline.channel import Closed, OrderedChannel, check_finite
 from paceline.pipeline.dealer import Dealer
+from paceline.pipeline.dispenser import Dispenser, Outlet
+from paceline.pipeline.replicas import Replicas
 from paceline.pipeline.rollback import Rollback
 from paceline.pipeline.supervisor import RoleState, Supervisor
-from paceline.records import Rejection, StepReport, TokenBatch
+from paceline.pipeline.watch import Watch
+from paceline.records import FeatureBatch, Rejection, RunError, StepReport, TokenBatch
 from paceline.runtime.compiling import Policy, forbid_recompiles, warm_compiler
 from paceline.runtime.gate import Gate
 from paceline.target.feature_cache import DiskCache, FeatureCache, MemoryCache, NoCache
@@ -34,36 +36,6 @@ from paceline.train.guard import Guard
 from paceline.train.rank import DrafterRank
 from paceline.train.ranks import Meeting
 from paceline.train.step import DrafterStep
-
-
-class Dispenser:
-    """Hands out one stream of micro-batches to several threads, each batch once."""
-
-    def __init__(self, batches: Iterator[TokenBatch], on_end: Callable[[int], None]) -> None:
-        self._batches, self._on_end = batches, on_end
-        self._lock = threading.Lock()
-        self._given = 0
-        self._ended = self._stopped = False
-
-    def __iter__(self) -> Iterator[TokenBatch]:
-        while True:
-            with self._lock:
-                if self._stopped:
-                    raise Closed
-                batch = None if self._ended else next(self._batches, None)
-                if self._stopped:  # while we waited
-                    raise Closed
-                if batch is None:
-                    if not self._ended:
-                        self._ended = True
-                        self._on_end(self._given)
-                    return
-                self._given += 1
-            yield batch
-
-    def stop(self) -> None:
-        """End everyone who asks from now on."""
-        self._stopped = True
 
 
 def train_in_threads(
@@ -86,6 +58,8 @@ def train_in_threads(
     saver: Saver,
     stopping: Callable[[], bool],
     on_ready: Callable[[], None],
+    on_replica: Callable[..., None],
+    moving: Callable[[], object] = lambda: None,
 ) -> tuple[Drafter, int]:
     """Train a drafter with one thread a role; return it and how often a step would have been compiled again.
 
@@ -93,18 +67,21 @@ def train_in_threads(
     rank tells `on_rejected` of a step that was not applied; `on_rolled_back` gets how many steps are done and the
     checkpoint that the run went back to, `warn` a sentence on one that could not be taken.
     Training goes on from `start`, where `batches` have to begin. Once `stopping` says so, it ends with the step that is
-    under way, saved. `on_ready` is called when all roles are.
+    under way, saved. `on_ready` is called when all roles are. `on_replica` gets the events of replicas (see Replicas)
+    and `batch_split`. What `moving` returns changes while data is read that the roles wait for.
 
     Raises:
-        RunError: a role failed; it is named with its device and cause, and no role is left running for long.
+        RunError: a role failed and none took its place; it is named with its device and cause, what the drafter has
+            reached is saved if it could be, and no role is left running for long.
+        Hung: the same, of a role that hangs, and whose thread stays.
     """
     pipeline = settings.pipeline
-    channel = OrderedChannel(int(pipeline.credit_gib * 2**30))
     ahead = Prefetch(batches, settings.data.prefetch)
     gate = Gate()
-    source = Dispenser(ahead, on_end=channel.finish)
+    source = Dispenser(ahead, on_end=lambda count: channel.finish(count))
+    channel = OrderedChannel(int(pipeline.credit_gib * 2**30), source.missing_before)
     cache = make_cache(pipeline, Path(settings.run_dir))
-    targets = _replicas(settings, facts, largest, source, cache, channel, gate)
+    replicas = _replicas(settings, facts, largest, source, cache, channel, gate, on_replica)
     dealer = Dealer(channel, len(pipeline.drafters))
     meeting = Meeting(len(pipeline.drafters))
     history = start.state["guard"] if start else None
@@ -149,6 +126,7 @@ def train_in_threads(
             between_steps=between_steps,
             looks=lambda steps: settings.evaluate.due(steps, total_steps),
             on_held_out=on_held_out,
+            steps_done=start.steps if start else 0,
         )
         for rank, device in enumerate(pipeline.drafters)
     ]
@@ -168,19 +146,35 @@ def train_in_threads(
         on_ready()
 
     supervisor = Supervisor(
-        [*targets, *ranks],
-        threads=[pipeline.target_threads] * len(targets) + [pipeline.drafter_threads] * len(ranks),
+        [*replicas.first, *ranks],
+        threads=[pipeline.target_threads] * len(replicas.first) + [pipeline.drafter_threads] * len(ranks),
         release=release,
         ended=(Closed, BrokenBarrierError),
         on_state=on_state,
         gate=gate,
         on_ready=all_ready,
+        care=replicas,
+        watch=Watch(pipeline.work_timeout_s, pipeline.ready_timeout_s, moving=moving),
     )
     if policy != "eager":
         warm_compiler(pipeline.drafters[0])
     with closing(cache), closing(ahead), settled:
-        supervisor.run(pipeline.ready_timeout_s)
+        _run(supervisor, ranks[0], guards[0], start, saver, settings)
     return ranks[0].drafter, sum(rank.recompiles for rank in ranks)
+
+
+def _run(
+    supervisor: Supervisor, rank: DrafterRank, guard: Guard, start: Saved | None, saver: Saver, settings: RunSettings
+) -> None:
+    """Run until the end; if that is an error, save what rank 0, which `rank` is, has reached, and say so."""
+    try:
+        supervisor.run(settings.pipeline.ready_timeout_s)
+    except RunError as error:
+        if not supervisor.running:
+            raise
+        rest = supervisor.came_to_rest(rank, settings.pipeline.work_timeout_s)
+        saved = _save_what_is_whole(rank if rest else None, guard, start, saver, Path(settings.run_dir))
+        raise type(error)(f"{error} {saved}") from error
 
 
 def _replicas(
@@ -191,23 +185,75 @@ def _replicas(
     cache: FeatureCache,
     channel: OrderedChannel,
     gate: Gate,
-) -> list[TargetReplica]:
-    return [
-        TargetReplica(
-            index,
-            device,
-            facts=facts,
-            taps=settings.drafter.taps,
-            dtype=getattr(torch, settings.target.dtype),
-            wire=getattr(torch, settings.train.dtype),
-            largest=largest,
-            source=iter(source),
-            cache=cache,
-            deliver=channel.put,
-            gate=gate,
-        )
-        for index, device in enumerate(settings.pipeline.targets)
-    ]
+    tell: Callable[..., None],
+) -> Replicas:
+    return Replicas(
+        settings.pipeline.targets,
+        partial(_build_replica, settings, facts, largest=largest, cache=cache, channel=channel, gate=gate, tell=tell),
+        dispenser=source,
+        channel=channel,
+        restarts=settings.pipeline.restarts,
+        stacks=Path(settings.run_dir) / "stacks.txt",
+        tell=tell,
+    )
+
+
+def _build_replica(
+    settings: RunSettings,
+    facts: TargetFacts,
+    index: int,
+    device: str,
+    outlet: Outlet,
+    *,
+    largest: TokenBatch,
+    cache: FeatureCache,
+    channel: OrderedChannel,
+    gate: Gate,
+    tell: Callable[..., None],
+) -> TargetReplica:
+    def deliver(batch: FeatureBatch) -> bool:
+        with gate.work():
+            check_finite(batch)
+        return channel.put(batch, admit=lambda: outlet.settle(batch.tokens.seq))
+
+    def on_split(replica: TargetReplica, tokens: TokenBatch, parts: int) -> None:
+        told = {"role": replica.name, "device": device, "seq": tokens.seq, "tokens": tokens.num_tokens}
+        tell("batch_split", **told, parts=parts)
+
+    return TargetReplica(
+        index,
+        device,
+        facts=facts,
+        taps=settings.drafter.taps,
+        dtype=getattr(torch, settings.target.dtype),
+        wire=getattr(torch, settings.train.dtype),
+        largest=largest,
+        source=iter(outlet),
+        cache=cache,
+        deliver=deliver,
+        gate=gate,
+        on_split=on_split,
+    )
+
+
+def _save_what_is_whole(rank: DrafterRank | None, guard: Guard, start: Saved | None, saver: Saver, run: Path) -> str:
+    """Save the drafter's state after its last whole step, and return what to say of it.
+
+    Only of a rank that has left between two steps, which is None if it has not: an update may be half done.
+    """
+    go_on = f"go on with `{resume_command(run)}`."
+    if rank is None or rank.whole_steps is None:
+        return f"The drafter did not come to rest between two steps, so nothing was saved since; {go_on}"
+    steps, before = rank.whole_steps, start.steps if start else 0
+    if steps == before:
+        return f"No step was made; {go_on}"
+    try:
+        saved = saver.save_now(steps, rank.state(), more={"guard": guard.state()}, good=guard.first_rejected)
+    except Exception as error:  # as of a device that is gone
+        return f"The state after step {steps:,} cannot be saved ({' '.join(str(error).split())[:200]}); {go_on}"
+    if not saved:
+        return f"The state after step {steps:,} could not be saved, the last checkpoint is as it was; {go_on}"
+    return f"The state after step {steps:,} is saved: {go_on}"
 
 
 def make_cache(pipeline: PipelineSettings, run: Path) -> FeatureCache:

@@ -32,6 +32,7 @@ from paceline.recipes.train_resume import best_so_far, check_room, find_start
 from paceline.recipes.train_stop import StopRequest
 from paceline.recipes.train_tell import Teller, Totals
 from paceline.records import Interrupted, TokenBatch
+from paceline.runtime import pulse
 from paceline.runtime.compiling import Policy
 from paceline.target.load import TargetFacts, describe, load_ends
 
@@ -118,6 +119,8 @@ def _run(
             stopping=stop,
             best=best,
             total_steps=total_steps,
+            patient=pulse.patient,
+            patience_s=settings.pipeline.work_timeout_s,
         )
         cut_short = total_steps == settings.train.max_steps
         batches = watched(batches, check, cut_short=cut_short, on_whole=teller.on_whole)
@@ -144,6 +147,8 @@ def _run(
                         saver=saver,
                         stopping=stop,
                         on_ready=stop.begin,
+                        on_replica=teller.on_replica,
+                        moving=lambda: check.checked,
                     )
                 if totals.steps < total_steps:
                     raise Interrupted(teller.stopped())

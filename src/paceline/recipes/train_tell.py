@@ -19,6 +19,13 @@ _SAVING = {
     "checkpoint_skipped": "not saved after step {steps:,}: the save before it is still under way",
     "disk_full": "{message} The run waits until there is.",
 }
+_REPLICA = {
+    "restarted": "{message}; it is restarted, restarts left: {restarts_left}",
+    "left_out": "{message}; it stays out",
+    "replica_hung": "{message}; it is left alone, and all stacks are in {stacks}",
+    "batch_split": "{role} on {device} ran out of memory at micro-batch {seq} ({tokens:,} tokens), which it computes "
+    "again in {parts} part(s)",
+}
 
 
 @dataclass(slots=True)
@@ -122,6 +129,13 @@ class Teller:
             f"  too many steps were rejected: after step {steps:,} the drafter is that of step {to.steps:,} again; the "
             f"data goes on from where it is"
         )
+
+    def on_replica(self, event: str, **values: Any) -> None:
+        """A replica failed or hangs, or split a micro-batch."""
+        self._events.write(event, **values)
+        then = "restarted" if values.get("restarted") else "left_out"
+        said = {**values, "message": values.get("message", "").rstrip(".")}
+        self._console.line(f"  {_REPLICA.get(event) or _REPLICA[then]}".format(**said))
 
     def on_asked(self) -> None:
         """A signal asked the run to stop."""

@@ -9,14 +9,19 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from paceline.runtime import pulse
+
 
 class Gate:
-    """Readers and a writer. Who wants to be alone goes before who wants to work, so nobody waits for ever."""
+    """Readers and a writer. Who wants to be alone goes before who wants to work, so nobody waits for ever.
+
+    Threads are told apart as objects and not by number: a number is given out again once its thread has ended.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._working: dict[int, int] = {}  # thread, how often it is inside
-        self._alone: int | None = None  # thread
+        self._working: dict[threading.Thread, int] = {}  # how often it is inside
+        self._alone: threading.Thread | None = None
         self._waiting = 0  # to be alone
 
     @contextmanager
@@ -25,18 +30,20 @@ class Gate:
 
         Keep it short, and never wait inside for another role: that role may be waiting to be alone.
         """
-        me = threading.get_ident()
+        me = threading.current_thread()
         with self._changed:
-            if self._alone != me and me not in self._working:
-                self._changed.wait_for(lambda: self._alone is None and not self._waiting)
+            if self._alone is not me and me not in self._working and not self._open():
+                with pulse.waiting("its turn, while another role loads or compiles alone"):
+                    self._changed.wait_for(self._open)
             self._working[me] = self._working.get(me, 0) + 1
         try:
             yield
         finally:
             with self._changed:
-                self._working[me] -= 1
-                if not self._working[me]:
-                    del self._working[me]
+                if me in self._working:  # unless its place was revoked
+                    self._working[me] -= 1
+                    if not self._working[me]:
+                        del self._working[me]
                 self._changed.notify_all()
 
     @contextmanager
@@ -46,9 +53,9 @@ class Gate:
         Raises:
             RuntimeError: this thread is inside `work`, so it would wait for itself.
         """
-        me = threading.get_ident()
+        me = threading.current_thread()
         with self._changed:
-            if self._alone == me:
+            if self._alone is me:
                 nested = True
             elif me in self._working:
                 raise RuntimeError("A thread that is inside work() cannot be alone: it would wait for itself.")
@@ -56,7 +63,8 @@ class Gate:
                 nested = False
                 self._waiting += 1
                 try:
-                    self._changed.wait_for(lambda: self._alone is None and not self._working)
+                    with pulse.waiting("the other roles' work to end, to be alone"):
+                        self._changed.wait_for(lambda: self._alone is None and not self._working)
                     self._alone = me
                 finally:
                     self._waiting -= 1
@@ -66,5 +74,20 @@ class Gate:
         finally:
             if not nested:
                 with self._changed:
-                    self._alone = None
+                    if self._alone is me:  # unless its place was revoked
+                        self._alone = None
                     self._changed.notify_all()
+
+    def revoke(self, thread: threading.Thread) -> None:
+        """Take its place from a thread that hangs: nobody waits for it any more, and when it leaves nothing happens.
+
+        Should it come back to life inside, it is no longer apart from who is alone.
+        """
+        with self._changed:
+            self._working.pop(thread, None)
+            if self._alone is thread:
+                self._alone = None
+            self._changed.notify_all()
+
+    def _open(self) -> bool:
+        return self._alone is None and not self._waiting

@@ -52,6 +52,10 @@ class Taps:
         self._outputs.clear()
         return features
 
+    def forget(self) -> None:
+        """Forget what a forward that failed has left."""
+        self._outputs.clear()
+
 
 class FeatureTarget:
     """The target up to its deepest tap; it never computes logits."""
@@ -75,7 +79,11 @@ class FeatureTarget:
         if tokens.packed:
             positions_RS = torch.zeros_like(ids_RS)
             positions_RS[0, : tokens.num_tokens] = context_positions(tokens.lengths).to(self.device)
-        self._trunk(ids_RS, position_ids=positions_RS, use_cache=False)
+        try:
+            self._trunk(ids_RS, position_ids=positions_RS, use_cache=False)
+        except BaseException:
+            self._taps.forget()
+            raise
         return self._taps.take().flatten(0, 1)[places_T]
 
 

@@ -1,13 +1,17 @@
 """A target replica's part in a run: take token batches, give feature batches."""
 
+import traceback
 from collections.abc import Callable, Iterator
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from paceline import blocks
-from paceline.records import FeatureBatch, TokenBatch
+from paceline.records import FeatureBatch, RunError, TokenBatch
 from paceline.runtime.gate import Gate
 from paceline.target.feature_cache import FeatureCache
+from paceline.target.halves import halves
 from paceline.target.load import TargetFacts, fingerprint
 from paceline.target.model import FeatureTarget
 
@@ -29,23 +33,38 @@ class TargetReplica:
         largest: TokenBatch,
         source: Iterator[TokenBatch],
         cache: FeatureCache,
-        deliver: Callable[[FeatureBatch], None],
+        deliver: Callable[[FeatureBatch], bool],
         gate: Gate,
+        on_split: Callable[["TargetReplica", TokenBatch, int], None],
     ) -> None:
+        """`deliver` returns whether the features were still wanted; `on_split` is told of a micro-batch that is
+        computed again for lack of memory, and in how many parts.
+        """
         self.name, self.device, self.doing = f"target replica {index}", device, ""
         self._facts, self._taps, self._dtype, self._wire = facts, taps, dtype, wire
         self._largest, self._source, self._cache = largest, source, cache
-        self._deliver, self._gate = deliver, gate
+        self._deliver, self._gate, self._on_split = deliver, gate, on_split
 
     def load(self) -> None:
         """Load the weights."""
         self._revision = fingerprint(self._facts.folder)  # of what is loaded now, not of what was looked at before
         self._target = FeatureTarget(self._facts, self._taps, dtype=self._dtype, device=self.device)
 
+    def unload(self) -> None:
+        """Let go of the weights; the replica is of no use any more."""
+        vars(self).pop("_target", None)
+
     def warm(self) -> dict[str, object]:
-        """Rehearse the largest micro-batch and return what the drafter must agree with."""
+        """Rehearse the largest micro-batch and return what the drafter must agree with.
+
+        Raises:
+            RunError: the device has too little memory for it; what to lower is said.
+        """
         self.doing = f"the largest micro-batch {tuple(self._largest.input_ids.shape)}"
-        features_TD = self._features(self._largest)
+        try:
+            features_TD = self._whole(self._largest)
+        except torch.OutOfMemoryError as error:
+            raise _too_large(self._largest, error) from error
         self.doing = ""
         return {
             "target revision": self._revision,
@@ -56,18 +75,49 @@ class TargetReplica:
         }
 
     def run(self) -> None:
-        """Serve token batches until the stream ends."""
+        """Serve token batches until the stream ends.
+
+        Raises:
+            RunError: the device has too little memory for half a micro-batch; what to lower is said.
+        """
         self.doing = _IDLE
         for tokens in self._source:
             self.doing = f"micro-batch {tokens.seq} (rows {', '.join(map(str, tokens.samples[:8]))})"
             with self._gate.work():
                 features_TD = self._cache.get(tokens.samples)
+                fresh = features_TD is None
                 if features_TD is None:
                     features_TD = self._features(tokens)
+            wanted = self._deliver(FeatureBatch(tokens, features_TD, blocks.context_positions(tokens.lengths)))
+            if wanted and fresh:  # only now: nothing is kept of a replica that was given up
+                with self._gate.work():
                     self._cache.put(tokens.samples, features_TD)
-            self._deliver(FeatureBatch(tokens, features_TD, blocks.context_positions(tokens.lengths)))
             self.doing = _IDLE  # the next micro-batch is built while it is asked for, and may be what fails
         self.doing = ""
 
-    def _features(self, tokens: TokenBatch) -> torch.Tensor:
+    def _features(self, tokens: TokenBatch) -> Float[Tensor, "T D"]:
+        try:
+            return self._whole(tokens)
+        except torch.OutOfMemoryError as error:
+            traceback.clear_frames(error.__traceback__)  # which hold what there was room for
+        # Behind the handler, where nothing holds the error any more.
+        if torch.device(self.device).type == "cuda":
+            torch.cuda.empty_cache()
+        parts = halves(tokens) or (tokens,)
+        self._on_split(self, tokens, len(parts))
+        try:
+            return torch.cat([self._whole(part) for part in parts])
+        except torch.OutOfMemoryError as error:
+            raise _too_large(tokens, error) from error
+
+    def _whole(self, tokens: TokenBatch) -> Float[Tensor, "T D"]:
         return self._target.features(tokens).to(self._wire)
+
+
+def _too_large(tokens: TokenBatch, error: BaseException) -> RunError:
+    rows, width = tokens.input_ids.shape
+    return RunError(
+        f"out of memory. A micro-batch of {tokens.num_tokens:,} tokens ({rows} x {width} with padding) must fit beside "
+        "the target's weights, at least in two halves. Lower data.token_budget or train.context_slots, or give the "
+        f"target a device of its own ({' '.join(str(error).split())[:200]})"
+    )

@@ -49,12 +49,13 @@ class DrafterRank:
         between_steps: Callable[[DrafterStep, int, bool], None] = lambda step, steps, last: None,
         looks: Callable[[int], bool] = lambda steps: False,
         on_held_out: Callable[[StepReport], None] = lambda report: None,
+        steps_done: int = 0,
     ) -> None:
         """`guard` decides which updates are applied; when too many were not, `roll_back` puts an older state in place.
 
-        `on_warm` may put a saved state in place. Rank 0 asks `stopping` for all ranks, and between two of its steps
-        calls `between_steps` with how many are done and whether all ranks stop here. `looks`, `on_held_out`: see
-        train_loop.
+        `on_warm` may put a saved state in place, that after `steps_done` steps. Rank 0 asks `stopping` for all ranks,
+        and between two of its steps calls `between_steps` with how many are done and whether all ranks stop here.
+        `looks`, `on_held_out`: see train_loop.
         """
         self.name, self.device, self.doing = f"drafter rank {rank}", device, ""
         self._rank, self._meeting = rank, meeting
@@ -65,6 +66,8 @@ class DrafterRank:
         self._policy, self._gate, self._alarm = policy, gate, alarm
         self._on_warm, self._stopping, self._between_steps = on_warm, stopping, between_steps
         self._looks, self._on_held_out = looks, on_held_out
+        # How many steps the weights and moments have seen; None while an update may be under way. Of rank 0 alone.
+        self.whole_steps: int | None = steps_done
 
     def load(self) -> None:
         """Draw the initial weights and load the target's embedding and head.
@@ -95,6 +98,7 @@ class DrafterRank:
         room, total = _room(self.device)
         with self._explaining_memory(lambda error: (room + held, total)):
             self._step.warm()
+        self._held = held + (0 if self._train.optimizer == "muon" else there.moments)  # from the first step on
         self.doing = ""
         self._on_warm(self._step)  # captured graphs hold the tensors, so a state goes into them, and only now
         features_CD = self._step.buffers.features_CD
@@ -107,7 +111,15 @@ class DrafterRank:
         }
 
     def run(self) -> None:
-        """Train until the stream ends or all ranks stop."""
+        """Train until the stream ends or all ranks stop.
+
+        Raises:
+            RunError: the device has too little memory, as when others on it have grown; what to lower is said.
+        """
+        with self._explaining_memory(self._room_with_it):
+            self._run()
+
+    def _run(self) -> None:
         first = self._rank == 0
         train_loop(
             self._step,
@@ -121,7 +133,7 @@ class DrafterRank:
             meet=self._meet,
             between_steps=self._told_between if first else lambda steps, last: None,
             work=self._gate.work,
-            looks=self._looks,
+            looks=self._looks_behind,
             on_held_out=self._on_held_out if first else lambda report: None,
         )
         if torch.device(self.device).type == "cuda":
@@ -129,7 +141,14 @@ class DrafterRank:
 
     def _meet(self, steps: int) -> bool:
         last = self._stopping() and steps < self._total_steps  # the run's own end is no stop
-        return self._meeting.reduce(self._rank, self._step.shared(), last=last)
+        last = self._meeting.reduce(self._rank, self._step.shared(), last=last)
+        if steps != self.whole_steps:  # else it was about held-out rows, which nothing is learnt from
+            self.doing, self.whole_steps = f"the update of step {steps - 1}", None
+        return last
+
+    def _looks_behind(self, steps: int) -> bool:
+        self.whole_steps = steps
+        return self._looks(steps)
 
     def _told_back(self, steps: int) -> None:
         self.doing = f"going back to a checkpoint after step {steps}"
@@ -140,6 +159,10 @@ class DrafterRank:
         self.doing = f"saving after step {steps}"
         self._between_steps(self._step, steps, last)
         self.doing = ""
+
+    def state(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return what outlives a step; whole only while `whole_steps` is a number."""
+        return self._step.state()
 
     @property
     def recompiles(self) -> int:
@@ -176,10 +199,14 @@ class DrafterRank:
         Asked after loading has failed, because others load meanwhile: a target beside this rank, another rank.
         """
         vars(self).pop("drafter", None)
-        for part in _causes(error):
-            traceback.clear_frames(part.__traceback__)  # which hold what was being built
-        gc.collect()
+        _let_go(error)
         return _room(self.device)
+
+    def _room_with_it(self, error: BaseException) -> tuple[int, int]:
+        """Return the room that this rank has with what stays of it between two steps, and the whole of the device."""
+        _let_go(error)
+        room, total = _room(self.device)
+        return room + self._held, total
 
     def _watched(self) -> Iterable[Dealt]:
         for batch, closing in self._source:
@@ -210,6 +237,13 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
+
+
+def _let_go(error: BaseException) -> None:
+    """Free what was being built when an error came: its frames hold it."""
+    for part in _causes(error):
+        traceback.clear_frames(part.__traceback__)
+    gc.collect()
 
 
 def _room(device: str) -> tuple[int, int]:

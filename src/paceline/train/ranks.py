@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from paceline.runtime import pulse
+
 
 class Meeting:
     """Where the ranks of a process sum their buffers at the end of a step."""
@@ -33,11 +35,11 @@ class Meeting:
         self._given[rank] = buffers
         if rank == 0:
             self._last = last
-        self._barrier.wait()
+        self._wait()
         agreed = self._last  # before the second barrier, behind which rank 0 may be at the next step's
         if rank == 0:
             _sum(self._given)
-        self._barrier.wait()
+        self._wait()
         return agreed
 
     def gather(self) -> None:
@@ -46,7 +48,11 @@ class Meeting:
         Raises:
             BrokenBarrierError: the meeting was ended because another role failed.
         """
-        self._barrier.wait()
+        self._wait()
+
+    def _wait(self) -> None:
+        with pulse.waiting("the other ranks"):
+            self._barrier.wait()
 
     def end(self) -> None:
         """Wake who waits, and let nobody meet any more."""
