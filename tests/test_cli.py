@@ -394,7 +394,9 @@ def test_training_leaves_the_process_as_it_was(journey: dict[str, tuple[Path, En
 def test_evaluate_reports_what_it_writes(journey: dict[str, tuple[Path, Ended]]) -> None:
     place, ended = journey["evaluate"]
     report = ended.json
-    assert report == json.loads((place / "runs" / "a" / "evaluation.json").read_text())
+    saved = json.loads((place / "runs" / "a" / "evaluation.json").read_text())
+    assert len(saved.pop("per_prompt")["cycles"]) == 16
+    assert report == saved
     assert (report["prompts"], report["lossless"], report["first_difference"]) == (16, True, None)
     shares = report["per_slot_acceptance"]
     assert len(shares) == 4
@@ -816,10 +818,14 @@ def test_evaluation_needs_the_target_of_the_run(finished: Path, refused: Callabl
     tree = json.loads(meta.read_text())
     meta.write_text(json.dumps({**tree, "target": str(tied_folder)}))
     message = refused("evaluate", "runs/a", "prompts.jsonl", "--device", "cpu")
-    assert re.fullmatch(
-        rf"The drafter in runs/a was trained for revision {tree['target_revision']} of {tied_folder}, but revision "
-        r"[0-9a-f]{16} lies there now. Evaluate with the target it was trained for.",
-        message,
+    assert message == (
+        f"The drafter in runs/a was trained for a target with hidden size 64, but {tied_folder} has 48. Evaluate with "
+        "the target it was trained for."
+    )
+    meta.write_text(json.dumps({**tree, "target_revision": "0" * 16}))
+    assert refused("evaluate", "runs/a", "prompts.jsonl", "--device", "cpu") == (
+        f"The drafter in runs/a was trained for revision {'0' * 16} of {tree['target']}, but revision "
+        f"{tree['target_revision']} lies there now. Evaluate with the target it was trained for."
     )
     meta.write_text(json.dumps({**tree, "target": "/gone"}))
     assert refused("evaluate", "runs/a", "prompts.jsonl", "--device", "cpu").startswith(

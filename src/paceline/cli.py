@@ -12,18 +12,17 @@ import typer
 
 from paceline import __version__
 from paceline.cli_bench import bench
+from paceline.cli_evaluate import evaluate
 from paceline.cli_generate import generate
 from paceline.cli_options import (
     AsJson,
     Checkpoint,
-    Device,
     MaskToken,
     Number,
     Overwrite,
     Revision,
     Target,
     TemplateArg,
-    choose_device,
     finish,
     read_template_arg,
 )
@@ -210,36 +209,7 @@ def train(
     finish(console, json, summary, f"Trained {summary['train_steps']:,} steps; the drafter is in {summary['drafter']}.")
 
 
-@app.command()
-def evaluate(
-    run_dir: Annotated[Path, typer.Argument(help="Folder of a run, finished or with --checkpoint.")],
-    prompts: Annotated[Path, typer.Argument(help='JSONL file, a line {"prompt": text} or {"messages": [...]}.')],
-    max_new_tokens: Annotated[int, typer.Option(min=2, help="Longest answer, in tokens.")] = 256,
-    rows: Annotated[int, typer.Option(min=1, help="Prompts that are decoded at once.")] = 8,
-    timed_prompts: Annotated[int, typer.Option(min=0, help="Prompts timed one by one against plain decoding.")] = 8,
-    device: Device = None,
-    dtype: Annotated[Number, typer.Option(help="Number format; only float32 is exactly lossless.")] = "float32",
-    checkpoint: Checkpoint = None,
-    json: AsJson = False,
-) -> None:
-    """Measure acceptance by true speculative decoding, and check that its output is the target's own."""
-    from paceline.recipes.evaluate import evaluate as recipe
-    from paceline.recipes.texts import evaluation_text
-
-    console = Console(json=json)
-    report = recipe(
-        run_dir,
-        prompts,
-        device=choose_device(device),
-        dtype=dtype,
-        max_new_tokens=max_new_tokens,
-        rows=rows,
-        timed_prompts=timed_prompts,
-        untrained_prompts=0,
-        console=console,
-        checkpoint=checkpoint,
-    )
-    finish(console, json, report, evaluation_text(report))
+app.command()(evaluate)
 
 
 @app.command()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline.decode.evaluate import acceptance, first_difference
+from paceline.decode.evaluate import acceptance
 from paceline.records import Completion, RunError
 
 
@@ -32,12 +32,3 @@ def test_an_answer_of_one_token_has_no_cycle() -> None:
     assert acceptance([completion(1), completion(3, (2,), (1,))], block_size=4).tau == 2
     with pytest.raises(RunError, match="No prompt needed a draft cycle"):
         acceptance([completion(1)], block_size=4)
-
-
-@pytest.mark.parametrize(
-    ("other", "expected"),
-    [((10, 11, 12), None), ((10, 99, 12), (1, 1)), ((10, 11), (1, 2)), ((10, 11, 12, 13), (1, 3))],
-)
-def test_the_first_difference_is_prompt_and_place(other: tuple[int, ...], expected: tuple[int, int] | None) -> None:
-    same = completion(2)
-    assert first_difference([same, completion(3)], [same, Completion((5,), other, "length")]) == expected

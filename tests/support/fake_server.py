@@ -19,6 +19,7 @@ CLOSE = "close in the middle of the body"
 # Status, headers and body; a body alone is a success.
 Reply = dict[str, Any] | tuple[int, dict[str, str], Any] | str
 Respond = Callable[[dict[str, Any]], Reply]
+Page = Callable[[], Reply]  # what a GET returns
 
 
 def ids_for(prompt: Sequence[int], limit: int) -> tuple[list[int], str]:
@@ -51,8 +52,10 @@ def vllm(body: dict[str, Any]) -> Reply:
 class Fake:
     """One running server: what it was asked and how many requests it had at once."""
 
-    def __init__(self, respond: Respond, *, native: Respond | None, models: Any, delay_s: float) -> None:
-        self.respond, self.native, self.models, self.delay_s = respond, native, models, delay_s
+    def __init__(
+        self, respond: Respond, *, native: Respond | None, models: Any, delay_s: float, pages: dict[str, Page]
+    ) -> None:
+        self.respond, self.native, self.models, self.delay_s, self.pages = respond, native, models, delay_s, pages
         self.asked: list[dict[str, Any]] = []  # bodies of completions, probes left out
         self.keys: set[str | None] = set()
         self.now = self.most = self.probes = 0
@@ -61,8 +64,10 @@ class Fake:
 
     def reply(self, path: str, body: dict[str, Any] | None) -> Reply:
         if body is None:
+            if path in self.pages:
+                return self.pages[path]()
             return self.models if path == "/v1/models" else (404, {}, "no such page")
-        respond = {"/v1/completions": self.respond, "/completion": self.native}.get(path)
+        respond = {"/v1/completions": self.respond, "/completion": self.native, "/generate": self.native}.get(path)
         if respond is None:
             return 404, {}, {"detail": "Not Found"}
         probe = body.get("max_tokens", body.get("n_predict")) == 1
@@ -92,9 +97,11 @@ def serving(
     models: Any = None,
     delay_s: float = 0.0,
     port: int = 0,
+    pages: dict[str, Page] | None = None,
 ) -> Iterator[Fake]:
     """Run a server until the block ends; then its port refuses connections."""
-    fake = Fake(respond, native=native, models=listed(MODEL) if models is None else models, delay_s=delay_s)
+    models = listed(MODEL) if models is None else models
+    fake = Fake(respond, native=native, models=models, delay_s=delay_s, pages=pages or {})
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"

@@ -1,5 +1,7 @@
 """Attention over the row cache and the matrix products of the CPU, against plain formulas."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -75,8 +77,54 @@ def test_a_target_around_a_loaded_model_reads_as_the_model_does() -> None:
     torch.testing.assert_close(logits, expected)
 
 
-def test_a_rotary_embedding_that_looks_at_the_batch_is_refused() -> None:
-    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    with pytest.raises(UserError, match="Target x scales its rotary embedding .* \\(rope_type dynamic\\)"):
-        check_plain_attention(_config(rope_parameters=rope), "x")
+@pytest.mark.parametrize(
+    ("rope", "limit", "advice"),
+    [
+        ({"rope_type": "dynamic", "factor": 2.0}, "2,048", "For texts up to 2,048 tokens set it to default in a copy"),
+        (
+            {
+                "rope_type": "longrope",
+                "short_factor": [1.0] * 4,
+                "long_factor": [2.0] * 4,
+                "original_max_position_embeddings": 1024,
+            },
+            "1,024",
+            "Use a target whose rope_type is default, linear, llama3 or yarn.",
+        ),
+    ],
+)
+def test_a_rotary_embedding_that_looks_at_the_batch_is_refused(rope: dict[str, Any], limit: str, advice: str) -> None:
+    with pytest.raises(UserError) as refused:
+        check_plain_attention(_config(rope_parameters={"rope_theta": 1e4, **rope}), "x")
+    assert str(refused.value).startswith(
+        f"Target x has rope_parameters.rope_type {rope['rope_type']} in config.json, which turns all rows of a batch "
+        f"by other angles once one is longer than {limit} tokens: decoding with it is not supported yet. {advice}"
+    )
     check_plain_attention(_config(), "x")
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+        {
+            "rope_type": "llama3",
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    ],
+)
+def test_a_target_that_scales_its_angles_by_a_fixed_rule_decodes_as_transformers_does(rope: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    scaled = _config(rope_parameters={"rope_theta": 1e4, **rope}, max_position_embeddings=64)
+    model = LlamaForCausalLM(scaled).double().eval().requires_grad_(False)
+    ids = torch.randint(0, 50, (1, 40))
+    expected = model(ids).logits
+    target = DecodingTarget.around(model, [7])
+    cache, places = target.new_cache(1, 64), torch.arange(40)[None]
+    for part in (slice(0, 10), slice(10, 11), slice(11, 40)):
+        logits, _ = target.forward(ids[:, part], places[:, part], cache, first_row=0, reach=64)
+        torch.testing.assert_close(logits, expected[:, part])

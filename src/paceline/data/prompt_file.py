@@ -1,6 +1,6 @@
 """Prompts from a JSONL file: one object a line, {"prompt": text} or {"messages": [...]}, as messages.py reads them.
 
-`system` and `tools` may stand beside either.
+`system` and `tools` may stand beside either, and `category`, by which `evaluate` groups its results.
 Every prompt remembers its file and line, so that whatever is wrong with it later can be found. Its key is its own `id`,
 else its line. A file is read line by line, as often as it is iterated; a program's prompts are lines too.
 """
@@ -31,6 +31,7 @@ class Prompt:
     place: str  # file:line
     key: str  # names it among all prompts of a file
     tools: list[dict[str, Any]] | None = None
+    category: Any = None  # as the line has it
 
 
 class PromptLines:
@@ -130,7 +131,12 @@ def no_prompt(lines: PromptLines) -> UserError:
 
 
 def encode_prompts(
-    tokenizer: Any, prompts: Sequence[Prompt], *, max_new_tokens: int, max_positions: int
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    *,
+    max_new_tokens: int,
+    max_positions: int,
+    template_args: dict[str, Any] | None = None,
 ) -> list[list[int]]:
     """Return the ids after which the target answers each prompt.
 
@@ -140,7 +146,7 @@ def encode_prompts(
     encoded = []
     for prompt in prompts:
         try:
-            ids = chat.prompt_ids(tokenizer, prompt.messages, prompt.tools)
+            ids = chat.prompt_ids(tokenizer, prompt.messages, prompt.tools, template_args)
         except BadRow as error:
             raise UserError(f"{prompt.place}: {error}") from None
         check_room(prompt.place, len(ids), max_new_tokens, f"the target's {max_positions:,} positions", max_positions)
@@ -166,7 +172,7 @@ def check_room(place: str, tokens: int, max_new_tokens: int, what: str, limit: i
 
 def _prompt(raw: bytes, place: str, line: int) -> Prompt:
     row = _parsed(raw, place, line)
-    key = _key(row.get("id"), place, line)
+    key, category = _key(row.get("id"), place, line), row.get("category")
     if is_conversation(row) and row.get("prompt") is not None:
         raise BadRow("unknown form", f'{place} must have "prompt" or "messages", got both. Leave one of them out.')
     if isinstance(row.get("prompt"), str) and row["prompt"].strip():
@@ -185,7 +191,7 @@ def _prompt(raw: bytes, place: str, line: int) -> Prompt:
         messages = messages[:-1]
     if not messages:
         raise BadRow("malformed messages", f"{place} has no message before the assistant's. Add the user's.")
-    return Prompt(messages, place, key, tools)
+    return Prompt(messages, place, key, tools, category)
 
 
 def _parsed(raw: bytes, place: str, line: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""How well a drafter drafts: acceptance measured by true speculative decoding, and its output against plain greedy.
+"""How well a drafter drafts: acceptance measured by true speculative decoding, and speed against plain decoding.
 
 Two averages of the acceptance length are in use and both are given: the mean over prompts of each prompt's mean cycle
 (paper, z-lab, SGLang) and the pooled mean over all cycles.
@@ -60,16 +60,6 @@ def decode_all(completions: "Callable[[], Any]", count: int, progress: Callable[
     return [done[i] for i in range(count)]
 
 
-def first_difference(plain: Sequence[Completion], speculative: Sequence[Completion]) -> tuple[int, int] | None:
-    """Return (prompt, token place) of the first token in which two decodings differ, or None if none does."""
-    for index, (one, other) in enumerate(zip(plain, speculative, strict=True)):
-        if one.token_ids != other.token_ids:
-            pairs = zip(one.token_ids, other.token_ids, strict=False)
-            same = next((at for at, (a, b) in enumerate(pairs) if a != b), None)
-            return index, min(len(one.token_ids), len(other.token_ids)) if same is None else same
-    return None
-
-
 def measure_speedup(
     target: Target,
     drafter: Drafter,
@@ -79,7 +69,7 @@ def measure_speedup(
     max_new_tokens: int,
     progress: Callable[[int, int], None],
 ) -> dict[str, float]:
-    """Return seconds a token of plain and of speculative decoding, one prompt at a time on one engine, and their ratio.
+    """Return the speed of plain and of speculative decoding, one prompt at a time, and their ratio.
 
     Prompt passes are in both. The two take turns, so a machine that slows down slows both.
     """
@@ -98,5 +88,7 @@ def measure_speedup(
     return {
         "plain_s_per_token": plain,
         "speculative_s_per_token": speculative,
+        "plain_tokens_per_s": 1 / plain,
+        "speculative_tokens_per_s": 1 / speculative,
         "speedup_vs_autoregressive": plain / speculative,
     }

@@ -89,7 +89,7 @@ class Remote:
             UserError: a URL is wrong, a server has another model or wants another key, or none answers.
         """
         for url in urls or [""]:
-            _check_url(url)
+            check_url(url)
         # The caller goes on using its tokenizer, and one tokenizer must not be used in two threads.
         self._wanted = Wanted(copy.deepcopy(tokenizer), tuple(stop_ids), vocab_size, sampling)
         self._limits, self._on_note = limits or Limits(), on_note
@@ -175,12 +175,7 @@ class Remote:
     @contextmanager
     def _connection(self) -> Iterator[tuple[httpx2.AsyncClient, asyncio.AbstractEventLoop]]:
         """Run an event loop in a thread. At the end what is under way is cancelled, which servers take notice of."""
-        key = os.environ.get(KEY_VARIABLE)
-        client = httpx2.AsyncClient(
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-            timeout=httpx2.Timeout(self._limits.timeout_s, connect=_CONNECT_S, pool=None),
-            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=self._limits.concurrency),
-        )
+        client = new_client(self._limits.timeout_s, self._limits.concurrency)
         loop = asyncio.new_event_loop()
         thread = threading.Thread(target=loop.run_forever, name="remote", daemon=True)
         thread.start()
@@ -207,7 +202,7 @@ class Remote:
             except Rejected as error:
                 return RunError(f"{server.url} does not answer the prompt: {error}.")
             except Denied as error:
-                raise RunError(_denied(server, error)) from None
+                raise RunError(denied(server.url, error)) from None
             except Failed as error:
                 refusals += isinstance(error, Refused)
                 attempts += not isinstance(error, Refused)
@@ -252,14 +247,29 @@ class Remote:
         try:
             await server.check(client, self._wanted)
         except Denied as error:
-            raise UserError(_denied(server, error)) from None
+            raise UserError(denied(server.url, error)) from None
         except Failed as error:
             server.went_wrong(error, time.monotonic())
             return f"{server.url}: {error}."
         return None
 
 
-def _check_url(url: str) -> None:
+def new_client(timeout_s: float, concurrency: int) -> httpx2.AsyncClient:
+    """Return a client with the key of the environment, whose connections stay open."""
+    key = os.environ.get(KEY_VARIABLE)
+    return httpx2.AsyncClient(
+        headers={"Authorization": f"Bearer {key}"} if key else {},
+        timeout=httpx2.Timeout(timeout_s, connect=_CONNECT_S, pool=None),
+        limits=httpx2.Limits(max_connections=None, max_keepalive_connections=concurrency),
+    )
+
+
+def check_url(url: str) -> None:
+    """Refuse what is no server's address, or holds a key.
+
+    Raises:
+        UserError: it is one of these.
+    """
     try:
         parts = httpx2.URL(url)
     except httpx2.InvalidURL as error:
@@ -270,9 +280,10 @@ def _check_url(url: str) -> None:
         raise UserError(f"A server's URL must look like http://localhost:8000, got {url!r}.")
 
 
-def _denied(server: Server, error: Denied) -> str:
+def denied(url: str, error: Denied) -> str:
+    """Return what to say of a server that wants another key."""
     advice = "does not fit" if os.environ.get(KEY_VARIABLE) else "is not set"
-    return f"{server.url} wants a key ({error}), and the environment variable {KEY_VARIABLE} {advice}."
+    return f"{url} wants a key ({error}), and the environment variable {KEY_VARIABLE} {advice}."
 
 
 async def _end(client: httpx2.AsyncClient) -> None:

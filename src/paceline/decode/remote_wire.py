@@ -28,6 +28,26 @@ async def exchange(client: httpx2.AsyncClient, url: str, body: dict[str, Any] | 
         Failed: no whole answer came; Garbled if it is not a JSON object.
         Denied: the key is wrong or missing.
     """
+    response = await _answered(client, url, body)
+    try:
+        data = response.json()
+    except ValueError:
+        raise Garbled(f"an answer that is not JSON ({_quoted(response, client)})") from None
+    if not isinstance(data, dict):
+        raise Garbled(f"an answer that is no JSON object ({_quoted(response, client)})")
+    return data
+
+
+async def fetch_text(client: httpx2.AsyncClient, url: str) -> str:
+    """Return the page at an address.
+
+    Raises:
+        Rejected, Refused, Failed, Denied: see `exchange`.
+    """
+    return (await _answered(client, url)).text
+
+
+async def _answered(client: httpx2.AsyncClient, url: str, body: dict[str, Any] | None = None) -> httpx2.Response:
     try:
         response = await client.request("GET" if body is None else "POST", url, json=body)
     except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
@@ -37,13 +57,7 @@ async def exchange(client: httpx2.AsyncClient, url: str, body: dict[str, Any] | 
     except httpx2.RequestError as error:  # it closed the connection, or sent no HTTP
         raise Failed(str(error).rstrip(".") or type(error).__name__) from None
     _check_status(response, client)
-    try:
-        data = response.json()
-    except ValueError:
-        raise Garbled(f"an answer that is not JSON ({_quoted(response, client)})") from None
-    if not isinstance(data, dict):
-        raise Garbled(f"an answer that is no JSON object ({_quoted(response, client)})")
-    return data
+    return response
 
 
 def _innermost(error: BaseException) -> str:

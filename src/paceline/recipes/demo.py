@@ -14,6 +14,7 @@ from paceline.data.prompt_file import Messages, PromptLines
 from paceline.observe.console import Console
 from paceline.recipes.demo_sizes import SIZES, Size, demo_settings, generate_rows
 from paceline.recipes.evaluate import evaluate
+from paceline.recipes.evaluate_asked import Asking
 from paceline.recipes.export import export
 from paceline.recipes.generate import generate_completions
 from paceline.recipes.generate_asked import Asked
@@ -69,9 +70,9 @@ def demo(run: Path, *, size_name: str, console: Console) -> dict[str, Any]:
     evaluated = evaluate(
         run,
         held_out,
+        Asking(size.max_new_tokens),
         device=device,
         dtype="float32",
-        max_new_tokens=size.max_new_tokens,
         rows=size.evaluate_rows,
         timed_prompts=size.timed_prompts,
         untrained_prompts=size.untrained_prompts,

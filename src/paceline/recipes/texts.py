@@ -3,21 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-
-def evaluation_text(report: dict[str, Any]) -> str:
-    """Return what `evaluate` measured."""
-    slots = " ".join(f"{share:.2f}" for share in report["per_slot_acceptance"][1:])
-    speed, checkpoint = report.get("speedup_vs_autoregressive"), report.get("checkpoint")
-    return "\n".join(
-        [
-            *([f"drafter after step {report['train_steps']:,}, of checkpoint {checkpoint}"] if checkpoint else []),
-            f"acceptance length {report['tau_trained']:.2f} (mean of {report['prompts']} prompts), "
-            f"{report['tau_pooled']:.2f} pooled",
-            f"accepted up to slot 1, 2, ...: {slots}",
-            f"lossless ({report['dtype']}): {'yes' if report['lossless'] else 'NO'}",
-            *([f"speed against plain decoding: {speed:.2f}x"] if speed else []),
-        ]
-    )
+from paceline.recipes.evaluate_texts import evaluation_text
 
 
 def demo_text(report: dict[str, Any], run_dir: Path) -> str:

@@ -178,9 +178,14 @@ def check_plain_attention(config: Any, name: str) -> None:
             f"Target {name} has layers that are not plain full attention ({sorted(kinds)}, sliding_window "
             f"{window}); decoding with it is not supported yet."
         )
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope in ("dynamic", "longrope"):
+    rope = getattr(config, "rope_parameters", None) or {}
+    kind = rope.get("rope_type", "default")
+    if kind in ("dynamic", "longrope"):
+        limit = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+        advice = "Use a target whose rope_type is default, linear, llama3 or yarn."
+        if kind == "dynamic":  # plain up to the limit
+            advice = f"For texts up to {limit:,} tokens set it to default in a copy of the target."
         raise UserError(
-            f"Target {name} scales its rotary embedding by the longest row of a batch (rope_type {rope}); decoding "
-            "with it is not supported yet."
+            f"Target {name} has rope_parameters.rope_type {kind} in config.json, which turns all rows of a batch by "
+            f"other angles once one is longer than {limit:,} tokens: decoding with it is not supported yet. {advice}"
         )

@@ -1,0 +1,151 @@
+"""The verb `evaluate` on the command line."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from paceline.cli_options import (
+    AsJson,
+    Checkpoint,
+    Device,
+    Number,
+    TemplateArg,
+    choose_device,
+    finish,
+    read_template_arg,
+)
+from paceline.observe.console import Console
+from paceline.records import RunError, UserError
+
+
+def evaluate(
+    run_dir: Annotated[
+        Path, typer.Argument(help="Folder of a run, finished or with --checkpoint; may be left out with --server.")
+    ],
+    prompts: Annotated[
+        str | None,
+        typer.Argument(help='JSONL file, a line {"prompt": text} or {"messages": [...]}; or gsm8k, humaneval.'),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Prompts to take, in an order drawn by --seed. Default: all.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of what is drawn.")] = 0,
+    thinking: Annotated[
+        Literal["on", "off", "default"],
+        typer.Option(help="Whether the target thinks; default: as its template has it."),
+    ] = "default",
+    template_arg: TemplateArg = None,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Longest answer, in tokens.")] = 256,
+    rows: Annotated[int, typer.Option(min=1, help="Prompts that are decoded at once.")] = 8,
+    timed_prompts: Annotated[int, typer.Option(min=0, help="Prompts timed one by one against plain decoding.")] = 8,
+    against: Annotated[
+        Path | None, typer.Option(help="Another run, or its evaluation.json on the same prompts, to compare with.")
+    ] = None,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Check the conventions between drafter, target and data instead.")
+    ] = False,
+    server: Annotated[
+        str | None,
+        typer.Option(help="URL of a running SGLang or vLLM to measure instead. Key: PACELINE_API_KEY."),
+    ] = None,
+    served_name: Annotated[
+        str | None, typer.Option(help="What the server calls the target. Default: the first of its models.")
+    ] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests under way at the server.")] = 1,
+    server_timeout: Annotated[float, typer.Option(min=1.0, help="Seconds that an answer may take.")] = 600.0,
+    target: Annotated[
+        str | None, typer.Option(help="Folder of the target. Default: where the run had it, or what is served.")
+    ] = None,
+    checkpoint: Checkpoint = None,
+    device: Device = None,
+    dtype: Annotated[Number, typer.Option(help="Number format; only float32 is exactly lossless.")] = "float32",
+    json: AsJson = False,
+) -> None:
+    """Measure acceptance by true speculative decoding, and check that its output is the target's own."""
+    run, source = _places(run_dir, prompts, alone=server is not None)
+    _check_goes_with(
+        probe=probe, server=server, against=against, device=device, checkpoint=checkpoint, served_name=served_name
+    )
+    from paceline.recipes.evaluate_asked import Asking
+
+    asking = Asking(
+        max_new_tokens,
+        limit=limit,
+        seed=seed,
+        thinking=thinking,
+        template_args=dict(map(read_template_arg, template_arg or [])),
+    )
+    console = Console(json=json)
+    if server is not None:
+        from paceline.recipes.evaluate_server import AskedServer, evaluate_server, server_text
+
+        asked = AskedServer(server, served_name, concurrency, server_timeout)
+        served = evaluate_server(run, source, asking, asked, console=console, target=target)
+        finish(console, json, served, server_text(served))
+        return
+    assert run is not None, "only a server goes without"
+    if probe:
+        from paceline.recipes.evaluate_probe import evaluate_probe, probe_error, probe_text
+
+        findings = evaluate_probe(
+            run,
+            source,
+            asking,
+            device=choose_device(device),
+            dtype=dtype,
+            console=console,
+            moved_to=target,
+            checkpoint=checkpoint,
+        )
+        finish(console, json, findings, probe_text(findings))
+        if error := probe_error(findings):
+            raise error
+        return
+    from paceline.recipes.evaluate import evaluate as recipe
+    from paceline.recipes.evaluate_texts import evaluation_text
+
+    report = recipe(
+        run,
+        source,
+        asking,
+        device=choose_device(device),
+        dtype=dtype,
+        rows=rows,
+        timed_prompts=timed_prompts,
+        untrained_prompts=0,
+        console=console,
+        against=against,
+        moved_to=target,
+        checkpoint=checkpoint,
+    )
+    finish(console, json, report, evaluation_text(report))
+    if not report["lossless"]:
+        raise RunError(
+            f"Speculative and plain greedy decoding differ in {report['mismatches']:,} of {report['prompts']:,} "
+            f"answers, first at (prompt, token) {report['first_difference']}, by more than a near tie in {dtype}: see "
+            f"{run / 'evaluation.json'}."
+        )
+
+
+def _places(first: Path, second: str | None, *, alone: bool) -> tuple[Path | None, str]:
+    """Return the run's folder and the prompts; with a server the prompts may stand alone."""
+    if second is not None:
+        return first, second
+    if alone:
+        return None, str(first)
+    raise UserError(f"`evaluate` needs a run's folder and prompts, got {first} alone. Add a JSONL file or gsm8k.")
+
+
+def _check_goes_with(*, probe: bool, server: str | None, **others: object) -> None:
+    """Refuse options that would have nothing to do."""
+    given = [f"--{name.replace('_', '-')}" for name, value in others.items() if value is not None]
+    wrong = {
+        "--server": [name for name in (*(["--probe"] if probe else []), *given) if name != "--served-name"],
+        "--probe": [name for name in given if name == "--against"],
+    }
+    for flag, used in (("--server", server is not None), ("--probe", probe)):
+        if used and wrong[flag]:
+            raise UserError(f"{flag} goes without {wrong[flag][0]}. Leave one of them out.")
+    if server is None and "--served-name" in given:
+        raise UserError("--served-name is of a server, got it without --server. Leave it out.")

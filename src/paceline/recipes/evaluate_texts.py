@@ -1,0 +1,119 @@
+"""What a person reads when `paceline evaluate` is done, in 80 columns. Free of torch."""
+
+from collections.abc import Sequence
+from typing import Any
+
+_SLOTS_A_LINE = 8
+_MOST_CATEGORY = 24  # letters
+
+
+def evaluation_text(report: dict[str, Any]) -> str:
+    """Return what `evaluate` measured."""
+    checkpoint = report["checkpoint"]
+    return "\n".join(
+        [
+            *([f"drafter   of checkpoint {checkpoint}"] if checkpoint else []),
+            *asked_lines(report),
+            f"acceptance length {report['tau_trained']:.2f}, mean of {report['prompts']:,} requests; "
+            f"{report['tau_pooled']:.2f} pooled over {report['cycles']:,} cycles",
+            *slot_lines(report["per_slot_acceptance"][1:]),
+            *_context_lines(report["by_context"]),
+            *_category_lines(report["by_category"]),
+            *(against_lines(report["against"]) if "against" in report else []),
+            _lossless_line(report),
+            *_speed_lines(report),
+        ]
+    )
+
+
+def asked_lines(report: dict[str, Any]) -> list[str]:
+    """Return what was asked, and how."""
+    name, of = _short_path(report["prompt_set"]), report["prompts_of"]
+    some = f"{report['prompts']:,}"
+    if report["prompts_seed"] is not None:
+        some += f" of {of:,} drawn by seed {report['prompts_seed']}"
+    arguments = ", ".join(f"{key}={value}" for key, value in report["template_args"].items())
+    greedy = "greedy" if report["temperature"] == 0 else f"temperature {report['temperature']:g}"
+    number = f", {report['dtype']}" if "dtype" in report else ""
+    return [
+        f"prompts   {name} ({some}; sha256 {report['prompts_sha256'][:12]})",
+        f"template  {(report['chat_template'] or 'none')[:12]}, thinking {report['thinking']}"
+        + (f", {arguments}" if arguments else ""),
+        f"decoding  {greedy}{number}, up to {report['max_new_tokens']:,} new tokens",
+    ]
+
+
+def slot_lines(shares: Sequence[float]) -> list[str]:
+    """Return the share of cycles accepted up to each slot, a few a line."""
+    lines = []
+    for at in range(0, len(shares), _SLOTS_A_LINE):
+        part = shares[at : at + _SLOTS_A_LINE]
+        lines.append(f"accepted up to slot {at + 1:2d}.. " + " ".join(f"{share:.2f}" for share in part))
+    return lines
+
+
+def against_lines(against: dict[str, Any]) -> list[str]:
+    """Return a comparison with another run."""
+    level, difference = f"{against['confidence']:.0%}", against["difference"]
+    apart = "" if difference["low"] <= 0 <= difference["high"] else ", apart"
+    lines = [
+        f"against   {_short_path(against['evaluation'])}",
+        f"          here {_interval(against['own'])}, there {_interval(against['other'])}",
+        f"          difference {_interval(difference, sign='+')}{apart}",
+        f"          {level} intervals, paired bootstrap over {against['prompts']:,} prompts",
+    ]
+    if against["left_out"]:
+        lines.append(f"          left out: {against['left_out']:,} prompts with a draft cycle on one side only")
+    return lines
+
+
+def _interval(value: dict[str, float], sign: str = "") -> str:
+    return f"{value['mean']:{sign}.2f} [{value['low']:{sign}.2f}, {value['high']:{sign}.2f}]"
+
+
+def _context_lines(bins: Sequence[dict[str, Any]]) -> list[str]:
+    lines = [f"{'context tokens':>24} {'cycles':>10} {'length':>7}"]
+    for one in bins:
+        where = f"{one['from']:,}-{one['to']:,}"
+        lines.append(f"{where:>24} {one['cycles']:>10,} {one['tau']:>7.2f}")
+    return lines
+
+
+def _category_lines(categories: Sequence[dict[str, Any]]) -> list[str]:
+    if not categories:
+        return []
+    lines = [f"{'category':>24} {'requests':>10} {'length':>7} {'pooled':>7}"]
+    for one in categories:
+        name = one["category"]
+        shown = name if len(name) <= _MOST_CATEGORY else name[: _MOST_CATEGORY - 1] + "…"
+        lines.append(f"{shown:>24} {one['prompts']:>10,} {_number(one['tau']):>7} {_number(one['tau_pooled']):>7}")
+    return lines
+
+
+def _lossless_line(report: dict[str, Any]) -> str:
+    line = f"lossless ({report['dtype']}): {'yes' if report['lossless'] else 'NO'}"
+    wrong, near, gap = report["mismatches"], report["near_ties"], report["largest_gap"]
+    if wrong or near:
+        line += f"; of {report['prompts']:,} answers {near:,} part at near ties, {wrong:,} differ"
+    if gap is not None:
+        line += f"\n          largest gap {gap:.3g}; a near tie is up to {report['near_tie_bound']:.3g}"
+    return line
+
+
+def _speed_lines(report: dict[str, Any]) -> list[str]:
+    if "speedup_vs_autoregressive" not in report:
+        return []
+    return [
+        f"speed against plain decoding: {report['speedup_vs_autoregressive']:.2f}x "
+        f"({report['speculative_tokens_per_s']:,.1f} and {report['plain_tokens_per_s']:,.1f} tokens/s, "
+        f"{report['timed_prompts']:,} prompts)"
+    ]
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _short_path(path: str) -> str:
+    """Return the end of a path that is too long for a line."""
+    return path if len(path) <= 30 else f"…{path[-29:]}"
