@@ -106,11 +106,14 @@ class Console:
             yield tick
 
     def _lines(self, what: str, total: int | None) -> Iterator[Tick]:
-        shown = time.monotonic()
+        began = shown = time.monotonic()
         last: tuple[int, int | None, str] | None = None
 
         def show(done: int, of: int | None, note: str) -> None:
             share = "" if not of else f"/{of} {100 * done / of:.0f}%"
+            if of and 0 < done < of and not note:  # a note says itself how long the rest takes, where that is known
+                minutes, seconds = divmod(round((time.monotonic() - began) / done * (of - done)), 60)
+                note = f"eta {minutes}:{seconds:02d}"
             self._print(f"  {what} {done}{share} {note}".rstrip(), markup=False, soft_wrap=True)
 
         def tick(done: int, total: int | None = total, note: str = "") -> None:

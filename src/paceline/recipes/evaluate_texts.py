@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+_COLUMNS = 80
 _SLOTS_A_LINE = 8
 _MOST_CATEGORY = 24  # letters
 
@@ -35,12 +36,13 @@ def asked_lines(report: dict[str, Any]) -> list[str]:
     arguments = ", ".join(f"{key}={value}" for key, value in report["template_args"].items())
     greedy = "greedy" if report["temperature"] == 0 else f"temperature {report['temperature']:g}"
     number = f", {report['dtype']}" if "dtype" in report else ""
-    return [
+    lines = [
         f"prompts   {name} ({some}; sha256 {report['prompts_sha256'][:12]})",
         f"template  {(report['chat_template'] or 'none')[:12]}, thinking {report['thinking']}"
         + (f", {arguments}" if arguments else ""),
         f"decoding  {greedy}{number}, up to {report['max_new_tokens']:,} new tokens",
     ]
+    return [line if len(line) <= _COLUMNS else f"{line[: _COLUMNS - 1]}…" for line in lines]
 
 
 def slot_lines(shares: Sequence[float]) -> list[str]:

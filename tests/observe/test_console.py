@@ -1,0 +1,48 @@
+"""Progress where there is no terminal: a line now and then, with the time left."""
+
+import io
+from typing import Any
+
+import pytest
+
+from paceline.observe import console as module
+from paceline.observe.console import Console
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
+    now = [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    return now
+
+
+def lines(monkeypatch: pytest.MonkeyPatch, work: Any, total: int | None) -> list[str]:
+    out = io.StringIO()
+    monkeypatch.setattr("sys.stdout", out)
+    with Console().progress("decode", total) as tick:
+        work(tick)
+    return out.getvalue().splitlines()
+
+
+def test_the_time_left_follows_from_what_is_done(monkeypatch: pytest.MonkeyPatch, clock: Any) -> None:
+    def work(tick: Any) -> None:
+        for done, seconds in ((1, 4.0), (2, 2.0), (40, 354.0), (100, 600.0)):
+            clock[0] += seconds
+            tick(done, 100)
+
+    # 6 s for 2 of 100, 360 s for 40, and the end has none.
+    assert lines(monkeypatch, work, 100) == [
+        "  decode 2/100 2% eta 4:54",
+        "  decode 40/100 40% eta 9:00",
+        "  decode 100/100 100%",
+        "  decode 100/100 100%",
+    ]
+
+
+def test_a_note_stands_alone_and_without_a_total_nothing_is_left(monkeypatch: pytest.MonkeyPatch, clock: Any) -> None:
+    def work(tick: Any) -> None:
+        clock[0] += 6
+        tick(3, note="busy")
+
+    assert lines(monkeypatch, work, 10) == ["  decode 3/10 30% busy"] * 2
+    assert lines(monkeypatch, lambda tick: tick(3), None) == ["  decode 3"]
