@@ -13,6 +13,7 @@ from paceline.config import RunSettings
 from paceline.drafter.model import Drafter
 from paceline.observe.console import Console
 from paceline.recipes.evaluate import evaluate
+from paceline.recipes.evaluate_asked import Asking
 from paceline.recipes.export import export
 from paceline.recipes.texts import evaluation_text
 from paceline.recipes.train import train
@@ -65,7 +66,7 @@ def measured(run: Path, checkpoint: str | None) -> dict[str, Any]:
         PROMPTS,
         device="cpu",
         dtype="float32",
-        max_new_tokens=12,
+        asking=Asking(12),
         rows=3,
         timed_prompts=0,
         untrained_prompts=0,
@@ -91,7 +92,7 @@ def test_of_a_run_that_is_not_finished(
     report = measured(unfinished, name)
     assert all(torch.equal(taken[0][key], saved[key]) for key in saved)
     assert (report["checkpoint"], report["train_steps"], report["lossless"]) == (folder, steps, True)
-    assert evaluation_text(report).startswith(f"drafter after step {steps}, of checkpoint {folder}\nacceptance length ")
+    assert evaluation_text(report).startswith(f"drafter   of checkpoint {folder}, after step {steps}\nprompts ")
     assert json.loads((unfinished / f"evaluation-{folder}.json").read_text()) == json.loads(json.dumps(report))
     assert not (unfinished / "evaluation.json").exists()
 
@@ -129,7 +130,7 @@ def test_a_checkpoint_of_the_last_step_is_the_finished_drafter(settings: RunSett
     last, best = measured(run, None), measured(run, "best")
     assert best == last | {"checkpoint": "step-00000014"}
     assert last["checkpoint"] is None
-    assert evaluation_text(last).startswith("acceptance length ")
+    assert evaluation_text(last).startswith("prompts ")
     exports = [
         export(run, run / name, dtype="bfloat16", overwrite=False, checkpoint=checkpoint)
         for name, checkpoint in (("one", None), ("two", "14"))

@@ -13,7 +13,7 @@ def evaluation_text(report: dict[str, Any]) -> str:
     checkpoint = report["checkpoint"]
     return "\n".join(
         [
-            *([f"drafter   of checkpoint {checkpoint}"] if checkpoint else []),
+            *([f"drafter   of checkpoint {checkpoint}, after step {report['train_steps']:,}"] if checkpoint else []),
             *asked_lines(report),
             f"acceptance length {report['tau_trained']:.2f}, mean of {report['prompts']:,} requests; "
             f"{report['tau_pooled']:.2f} pooled over {report['cycles']:,} cycles",
