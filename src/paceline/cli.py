@@ -215,20 +215,37 @@ app.command()(evaluate)
 @app.command()
 def export(
     run_dir: Annotated[Path, typer.Argument(help="Folder of a run, finished or with --checkpoint.")],
-    out: Annotated[Path | None, typer.Option(help="Folder to write. Default: RUN_DIR/export.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder to write. Default: RUN_DIR/export, or RUN_DIR/export-speculators.")
+    ] = None,
+    format: Annotated[
+        Literal["zlab", "speculators", "all"],
+        typer.Option(help="Layout; all: zlab to --out, and speculators beside it as OUT-speculators."),
+    ] = "zlab",
+    max_shard_size: Annotated[str, typer.Option(help="Largest weight file, such as 500MB.")] = "5GB",
     dtype: Annotated[Number, typer.Option(help="Number format of the written weights.")] = "bfloat16",
     checkpoint: Checkpoint = None,
     overwrite: Overwrite = False,
     json: AsJson = False,
 ) -> None:
-    """Write the drafter as a folder that z-lab's code, SGLang and vLLM load, and check it by reading it back."""
-    from paceline.recipes.export import export as recipe
+    """Write the drafter as a folder that serving engines load, and check it by reading it back.
 
-    summary = recipe(run_dir, out, dtype=dtype, overwrite=overwrite, checkpoint=checkpoint)
-    source = f" of checkpoint {summary['checkpoint']}" if summary["checkpoint"] else ""
-    what = f"{summary['parameters']:,} parameters{source} ({summary['dtype']})"
-    text = f"Wrote {what} to {summary['folder']}; read back equal."
-    finish(Console(json=json), json, summary, text)
+    z-lab's code, SGLang and vLLM load the layout zlab; the speculators package and vLLM load speculators.
+    """
+    from paceline.recipes import export as recipe
+    from paceline.recipes.texts import exported_text
+
+    said: dict[str, Any] = {
+        "dtype": dtype,
+        "overwrite": overwrite,
+        "max_shard_size": max_shard_size,
+        "checkpoint": checkpoint,
+    }
+    if format == "all":
+        summary = recipe.export_all(run_dir, out, **said)
+    else:
+        summary = recipe.export(run_dir, out, layout=format, **said)
+    finish(Console(json=json), json, summary, exported_text(summary))
 
 
 @app.command()

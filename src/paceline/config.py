@@ -150,6 +150,9 @@ class TrainSettings(Section):
     )
     logits_mib: Count = Field(256, description="largest buffer of logits, in MiB")
     seed: int = Field(0, ge=0, lt=2**63, description="seed of initial weights, order and anchors")
+    init_from: str | None = Field(
+        None, min_length=1, description="folder of a z-lab, speculators, SpecForge or TorchSpec drafter to start from"
+    )
     log_every: Count = Field(10, description="optimizer steps between two progress events")
 
     @model_validator(mode="after")

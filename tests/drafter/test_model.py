@@ -1,5 +1,7 @@
 """What a block can and cannot see, and that training and decoding compute the same."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from paceline.decode.draft import DraftSession
 from paceline.drafter.attention import Dense
 from paceline.drafter.ends import FrozenEnds
 from paceline.drafter.model import Drafter
+from paceline.records import UserError
 
 H, VOCAB, C = 32, 64, 20
 
@@ -126,3 +129,35 @@ def test_parameters_have_the_published_names_and_count(shape: DrafterSettings) -
     assert len(names) == 58
     assert names["layers.4.self_attn.k_norm.weight"].shape == (128,)
     assert {"fc.weight", "hidden_norm.weight", "norm.weight", "layers.0.mlp.down_proj.weight"} <= names.keys()
+
+
+def lacking(weights: dict[str, torch.Tensor]) -> None:
+    del weights["norm.weight"]
+
+
+def extra(weights: dict[str, torch.Tensor]) -> None:
+    weights["embed.weight"] = torch.zeros(3)
+
+
+def reshaped(weights: dict[str, torch.Tensor]) -> None:
+    weights["norm.weight"] = torch.zeros(3)
+
+
+def narrow(weights: dict[str, torch.Tensor]) -> None:
+    weights["norm.weight"] = weights["norm.weight"].bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lacking, r"weights lack norm\.weight"),
+        (extra, r"weights have no place for embed\.weight"),
+        (reshaped, r"must hold norm\.weight as float32 \[64\] by its settings, found float32 \[3\]"),
+        (narrow, r"must hold norm\.weight as float32 \[64\] by its settings, found bfloat16 \[64\]"),
+    ],
+)
+def test_weights_of_other_settings_are_refused(shape: DrafterSettings, change: Any, message: str) -> None:
+    weights = {name: p.detach() for name, p in Drafter(shape, 64).initialise(0).named_parameters()}
+    change(weights)
+    with pytest.raises(UserError, match=message):
+        Drafter.from_weights(shape, 64, weights)

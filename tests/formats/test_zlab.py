@@ -12,49 +12,22 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from small_drafter import META, N_L, H, V
 from transformers import AutoConfig
 
-from paceline.checkpoint.drafter import DrafterMeta, save_drafter
-from paceline.config import DrafterSettings
+from paceline.checkpoint.drafter import save_drafter
 from paceline.drafter.model import Drafter
-from paceline.formats import zlab
+from paceline.formats import folder as written_folder
 from paceline.formats.zlab import export_zlab
 from paceline.recipes.export import export
 from paceline.records import RunError, UserError
 
-H, V, N_L = 48, 128, 9
-SHAPE = DrafterSettings(
-    block_size=8,
-    layers=2,
-    taps=(1, 4, 7),
-    mask_token_id=101,
-    heads=6,
-    kv_heads=2,
-    head_dim=16,
-    intermediate_size=80,
-    rope_theta=500000.0,
-    rms_norm_eps=1e-5,
-)
-META = DrafterMeta(
-    settings=SHAPE,
-    target="somewhere/target",
-    target_revision="r",
-    num_target_layers=N_L,
-    hidden_size=H,
-    vocab_size=V,
-    max_positions=4096,
-    steps=7,
-)
-
-
-@pytest.fixture
-def drafter() -> Drafter:
-    return Drafter(SHAPE, H).initialise(0)
+REST = {"card": "# card\n", "max_shard_bytes": 10**9}
 
 
 @pytest.fixture
 def folder(drafter: Drafter, tmp_path: Path) -> Path:
-    export_zlab(drafter, META, tmp_path / "export", dtype=torch.bfloat16)
+    export_zlab(drafter, META, tmp_path / "export", dtype=torch.bfloat16, **REST)
     return tmp_path / "export"
 
 
@@ -82,7 +55,7 @@ def expected_shapes() -> dict[str, tuple[int, ...]]:
 def test_tensors_have_the_published_names_the_asked_dtype_and_the_drafters_values(
     drafter: Drafter, tmp_path: Path, dtype: torch.dtype
 ) -> None:
-    written = export_zlab(drafter, META, tmp_path / "export", dtype=dtype)
+    written = export_zlab(drafter, META, tmp_path / "export", dtype=dtype, **REST)
     tensors = load_file(tmp_path / "export" / "model.safetensors")
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == expected_shapes()
     for name, value in drafter.named_parameters():
@@ -131,7 +104,7 @@ def test_keys_stand_at_every_place_where_a_loader_looks(folder: Path) -> None:
 
 
 def test_nothing_is_written_that_a_loader_would_take_for_something_else(folder: Path) -> None:
-    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(path.name for path in folder.iterdir()) == ["README.md", "config.json", "model.safetensors"]
     config = json.loads((folder / "config.json").read_text())
     # code to be run; the target's rotary variants, which the drafter does not have; SGLang's DFlash 2 keys
     for key in ("auto_map", "partial_rotary_factor", "mrope_section", "target_hidden_size", "draft_vocab_size"):
@@ -182,9 +155,9 @@ def test_a_file_that_differs_from_the_drafter_is_noticed(
         change(weights)
         save_file(weights, path, metadata=metadata)
 
-    monkeypatch.setattr(zlab, "save_file", save)
+    monkeypatch.setattr(written_folder, "save_file", save)
     with pytest.raises(RunError, match=f"read back differ from the drafter in .*{name}"):
-        export_zlab(drafter, META, tmp_path / "export", dtype=torch.float32)
+        export_zlab(drafter, META, tmp_path / "export", dtype=torch.float32, **REST)
 
 
 def test_the_recipe_exports_a_run_and_replaces_a_folder_only_when_asked(drafter: Drafter, tmp_path: Path) -> None:

@@ -26,10 +26,13 @@ def save_provenance(
     run: Path,
     *,
     target: dict[str, str],
-    dataset: dict[str, str] | list[dict[str, str]],
+    dataset: dict[str, Any] | list[dict[str, Any]],
     held_out: dict[str, str] | None = None,
+    init: dict[str, Any] | None = None,
 ) -> None:
-    """Write what made a run: command line, versions, machine, and which target and datasets it read."""
+    """Write what made a run: command line, versions, machine, which target and datasets it read, which drafter it began
+    with.
+    """
     tree = {
         "argv": sys.argv,
         "python": platform.python_version(),
@@ -38,6 +41,7 @@ def save_provenance(
         "target": target,
         "dataset": dataset,
         "held_out": held_out,
+        "init": init,
     }
     write_whole(run / "provenance.json", json.dumps(tree, indent=2) + "\n")
 
@@ -148,3 +152,21 @@ def find_drafter(run: Path, checkpoint: str | None = None) -> SavedDrafter:
 
 def _or_another(run: Path) -> str:
     return ", or name a checkpoint with --checkpoint" if store.saved_steps(run) else ""
+
+
+def load_record(run: Path, name: str) -> dict[str, Any] | None:
+    """Return a JSON object of the run folder, such as provenance.json, or None where it was not written.
+
+    Raises:
+        UserError: it is damaged.
+    """
+    path = run / name
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read as JSON: {error}. Restore it, or remove it.") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"{path} must hold a JSON object, found {type(tree).__name__}. Restore it, or remove it.")
+    return tree

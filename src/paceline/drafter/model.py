@@ -20,6 +20,7 @@ from torch.nn.utils import skip_init
 
 from paceline.config import DrafterSettings
 from paceline.drafter.attention import Visibility, attend
+from paceline.records import UserError
 
 ContextKV = tuple[Float[Tensor, "G M C E"], Float[Tensor, "G M C E"]]
 
@@ -148,8 +149,13 @@ class Drafter(nn.Module):
 
     @classmethod
     def from_weights(cls, settings: DrafterSettings, hidden_size: int, weights: Mapping[str, Tensor]) -> "Drafter":
-        """Return a trained drafter, frozen, as it is used in decoding."""
+        """Return a trained drafter, frozen, as it is used in decoding.
+
+        Raises:
+            UserError: the weights are not those of a drafter of these settings.
+        """
         drafter = cls(settings, hidden_size)
+        _check_weights({name: p.shape for name, p in drafter.named_parameters()}, weights)
         drafter.load_state_dict(weights)
         return drafter.eval().requires_grad_(False)
 
@@ -176,6 +182,19 @@ class Drafter(nn.Module):
 
     def _rotary(self, positions: Int[Tensor, "G Q"]) -> tuple[Tensor, Tensor]:
         return rotary(positions, self.settings.head_dim, self.settings.rope_theta, self.fc.weight.dtype)
+
+
+def _check_weights(shapes: Mapping[str, torch.Size], weights: Mapping[str, Tensor]) -> None:
+    for name in sorted(shapes.keys() | weights.keys()):
+        expected, found = shapes.get(name), weights.get(name)
+        if expected is None or found is None:
+            wrong = "lack" if found is None else "have no place for"
+            raise UserError(f"The drafter's weights {wrong} {name}: they belong to other settings. Restore them.")
+        if found.shape != expected or found.dtype != torch.float32:
+            raise UserError(
+                f"The drafter's weights must hold {name} as float32 {list(expected)} by its settings, found "
+                f"{str(found.dtype).removeprefix('torch.')} {list(found.shape)}. Restore them."
+            )
 
 
 def _linear(width_in: int, width_out: int) -> nn.Linear:

@@ -54,6 +54,7 @@ def train_in_threads(
     on_rejected: Callable[[Rejection], None],
     on_rolled_back: Callable[[int, Saved], None],
     warn: Callable[[str], None],
+    fill: Callable[[Drafter], Drafter] | None,
     start: Saved | None,
     saver: Saver,
     stopping: Callable[[], bool],
@@ -66,9 +67,10 @@ def train_in_threads(
     `on_recompile` gets the guard that failed whenever a step does not fit what was compiled and runs uncompiled. Every
     rank tells `on_rejected` of a step that was not applied; `on_rolled_back` gets how many steps are done and the
     checkpoint that the run went back to, `warn` a sentence on one that could not be taken.
-    Training goes on from `start`, where `batches` have to begin. Once `stopping` says so, it ends with the step that is
-    under way, saved. `on_ready` is called when all roles are. `on_replica` gets the events of replicas (see Replicas)
-    and `batch_split`. What `moving` returns changes while data is read that the roles wait for.
+    `fill` gives each rank's drafter its first weights; None draws them. Training goes on from `start`, where `batches`
+    have to begin. Once `stopping` says so, it ends with the step that is under way, saved. `on_ready` is called when
+    all roles are. `on_replica` gets the events of replicas (see Replicas) and `batch_split`. What `moving` returns
+    changes while data is read that the roles wait for.
 
     Raises:
         RunError: a role failed and none took its place; it is named with its device and cause, what the drafter has
@@ -121,6 +123,7 @@ def train_in_threads(
             policy=policy,
             gate=gate,
             alarm=on_recompile,
+            fill=fill,
             on_warm=partial(on_warm, rank),
             stopping=stopping,
             between_steps=between_steps,

@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from paceline.config import DataSettings, DrafterSettings, PipelineSettings, RunSettings, TargetSettings
 from paceline.config_file import dump_settings, explain
+from paceline.drafter.taps import default_taps
 from paceline.records import UserError
 from paceline.target.load import TargetFacts, describe, load_tokenizer
 from paceline.target.model import check_taps
@@ -94,18 +95,3 @@ def choose_mask_token(facts: TargetFacts, wanted: int | None) -> int:
         f"{facts.name} has no spare embedding row and no unused special token for the mask. Name one that never occurs "
         f"in your data with --mask-token-id."
     )
-
-
-def default_taps(num_target_layers: int, num_taps: int) -> tuple[int, ...]:
-    """Return the tapped decoder layers (0-based): evenly from the 2nd to the third-to-last layer.
-
-    The formula is the one of the DFlash reference (arXiv 2602.06036): `round(1 + i * (N - 4) / (m - 1))` with halves
-    rounded to even, and `N // 2` for a single tap.
-    """
-    if num_taps == 1:
-        return (num_target_layers // 2,)
-    span = num_target_layers - 4
-    taps = tuple(round(1 + i * span / (num_taps - 1)) for i in range(num_taps))
-    if len(set(taps)) < num_taps:
-        raise UserError(f"A target of {num_target_layers} layers has no {num_taps} distinct taps. Ask for fewer taps.")
-    return taps

@@ -6,6 +6,15 @@ from typing import Any
 from paceline.recipes.evaluate_texts import evaluation_text
 
 
+def exported_text(summary: dict[str, Any]) -> str:
+    """Return what `export` wrote."""
+    return "\n".join(
+        f"Wrote {told['parameters']:,} parameters ({told['dtype']}, {told['format']} layout) to {told['folder']}; read "
+        "back equal."
+        for told in summary.get("folders", [summary])
+    )
+
+
 def demo_text(report: dict[str, Any], run_dir: Path) -> str:
     """Return what `demo` measured, and where everything is."""
     return "\n".join(

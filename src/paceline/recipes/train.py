@@ -20,6 +20,7 @@ from paceline.data.held_out import HeldOut, open_held_out, with_held_out
 from paceline.data.mixture import Mixture, first_table, open_mixture
 from paceline.data.plan import BucketTable
 from paceline.data.verify import BackgroundCheck, watched
+from paceline.formats.warm_start import WarmStart
 from paceline.observe.console import Console
 from paceline.observe.events import EventLog
 from paceline.observe.quarantine import Quarantine
@@ -31,6 +32,7 @@ from paceline.recipes.train_guard import GuardTeller
 from paceline.recipes.train_resume import best_so_far, check_room, find_start
 from paceline.recipes.train_stop import StopRequest
 from paceline.recipes.train_tell import Teller, Totals
+from paceline.recipes.train_warm import warm_start
 from paceline.records import Interrupted, TokenBatch
 from paceline.runtime import pulse
 from paceline.runtime.compiling import Policy
@@ -55,6 +57,7 @@ def train(
     mixture = open_mixture(settings.data)
     held_out = open_held_out(evaluate, settings.data, settings.train, block_size, first_row=len(mixture))
     check_inputs(settings, facts, mixture, console, held_out.dataset if held_out else None)
+    warm = None if resume else warm_start(settings, facts, console)  # who goes on has the weights in a checkpoint
     buckets = first_table(mixture, settings.data, seed=settings.train.seed)
     total_steps = loader.count_steps(mixture, settings.data, settings.train)
     largest = loader.largest_micro_batch(mixture, settings.data, settings.train, block_size)
@@ -75,10 +78,13 @@ def train(
         start = find_start(run, fixed, previous=resume_previous, console=console) if resume else None
         check_room(run, settings, facts)
         if start is None:
-            say_what_made_it(run, facts, mixture, held_out)
+            warm = warm or warm_start(settings, facts, console)
+            say_what_made_it(run, facts, mixture, held_out, warm)
         best = best_so_far(run, start, console)
         write_whole(run / "settings.yaml", dump_settings(settings))
-        return _run(settings, facts, mixture, held_out, buckets, check, largest, fixed, start, best, policy, console)
+        return _run(
+            settings, facts, mixture, held_out, buckets, check, largest, fixed, start, warm, best, policy, console
+        )
 
 
 def _run(
@@ -91,6 +97,7 @@ def _run(
     largest: TokenBatch,
     fixed: dict[str, Any],
     start: Saved | None,
+    warm: WarmStart | None,
     best: Best,
     policy: Policy,
     console: Console,
@@ -106,7 +113,7 @@ def _run(
         totals = Totals(**start.state["totals"]) if start else Totals()
         teller = Teller(settings, total_steps, totals, events=events, console=console, tick=tick, best=best)
         guard = GuardTeller(mixture, quarantine=quarantine, events=events, console=console)
-        _tell_begin(events, settings, buckets, total_steps, start, best)
+        _tell_begin(events, settings, buckets, total_steps, start, warm, best)
 
         stop = StopRequest(
             settings.checkpoint.grace_s, stopped=teller.stopped, on_asked=teller.on_asked, on_late=teller.on_late
@@ -143,6 +150,7 @@ def _run(
                         on_rejected=guard.on_rejected,
                         on_rolled_back=teller.on_rolled_back,
                         warn=console.line,
+                        fill=warm.fill if warm else None,
                         start=start,
                         saver=saver,
                         stopping=stop,
@@ -165,7 +173,13 @@ def _run(
 
 
 def _tell_begin(
-    events: EventLog, settings: RunSettings, buckets: BucketTable, total_steps: int, start: Saved | None, best: Best
+    events: EventLog,
+    settings: RunSettings,
+    buckets: BucketTable,
+    total_steps: int,
+    start: Saved | None,
+    warm: WarmStart | None,
+    best: Best,
 ) -> None:
     tree = settings.model_dump(mode="json")
     if start is not None:
@@ -173,3 +187,5 @@ def _tell_begin(
         return
     events.write("started", settings=tree)
     events.write("plan", **buckets.as_dict(), steps=total_steps)
+    if warm is not None:
+        events.write("warm_start", **warm.as_dict())

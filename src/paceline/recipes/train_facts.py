@@ -7,6 +7,7 @@ from paceline.checkpoint.drafter import DrafterMeta, save_provenance, versions
 from paceline.config import RunSettings
 from paceline.data.held_out import HeldOut
 from paceline.data.mixture import Mixture
+from paceline.formats.warm_start import WarmStart
 from paceline.target.load import TargetFacts
 
 
@@ -39,13 +40,19 @@ def drafter_meta(settings: RunSettings, facts: TargetFacts, steps: int) -> Draft
     )
 
 
-def say_what_made_it(run: Path, facts: TargetFacts, mixture: Mixture, held_out: HeldOut | None) -> None:
+def say_what_made_it(
+    run: Path, facts: TargetFacts, mixture: Mixture, held_out: HeldOut | None, warm: WarmStart | None
+) -> None:
     """Write provenance.json."""
     target = {"name": facts.name, "folder": str(facts.folder), "revision": facts.revision}
-    made = [{"folder": str(dataset.folder), "rows": dataset.fingerprint} for dataset in mixture.datasets]
+    made = [
+        {"folder": str(dataset.folder), "rows": dataset.fingerprint, "longest": dataset.manifest.longest}
+        for dataset in mixture.datasets
+    ]
     save_provenance(
         run,
         target=target,
         dataset=made[0] if len(made) == 1 else made,
         held_out={"folder": str(held_out.dataset.folder), "rows": held_out.dataset.fingerprint} if held_out else None,
+        init=warm.as_dict() if warm else None,
     )

@@ -5,6 +5,7 @@ local cache or can be fetched. Loading for training keeps the layers up to the d
 """
 
 import hashlib
+import json
 import os
 import threading
 from dataclasses import dataclass
@@ -129,6 +130,12 @@ def load_config(folder: Path) -> Any:
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{folder / 'config.json'} cannot be read as a model configuration: {reason}") from None
+
+
+def architectures(folder: Path) -> list[str]:
+    """Return the names that config.json gives a target's model class, as they stand there."""
+    found = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures")
+    return [str(name) for name in found or []]
 
 
 def load_tokenizer(model: str, revision: str | None = None) -> Any:

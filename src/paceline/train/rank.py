@@ -44,6 +44,7 @@ class DrafterRank:
         policy: Policy,
         gate: Gate,
         alarm: Callable[[str], None],
+        fill: Callable[[Drafter], Drafter] | None = None,
         on_warm: Callable[[DrafterStep], None] = lambda step: None,
         stopping: Callable[[], bool] = lambda: False,
         between_steps: Callable[[DrafterStep, int, bool], None] = lambda step, steps, last: None,
@@ -53,9 +54,9 @@ class DrafterRank:
     ) -> None:
         """`guard` decides which updates are applied; when too many were not, `roll_back` puts an older state in place.
 
-        `on_warm` may put a saved state in place, that after `steps_done` steps. Rank 0 asks `stopping` for all ranks,
-        and between two of its steps calls `between_steps` with how many are done and whether all ranks stop here.
-        `looks`, `on_held_out`: see train_loop.
+        `fill` gives the drafter its first weights; without it they are drawn. `on_warm` may put a saved state in
+        place, that after `steps_done` steps. Rank 0 asks `stopping` for all ranks, and between two of its steps calls
+        `between_steps` with how many are done and whether all ranks stop here. `looks`, `on_held_out`: see train_loop.
         """
         self.name, self.device, self.doing = f"drafter rank {rank}", device, ""
         self._rank, self._meeting = rank, meeting
@@ -68,9 +69,10 @@ class DrafterRank:
         self._looks, self._on_held_out = looks, on_held_out
         # How many steps the weights and moments have seen; None while an update may be under way. Of rank 0 alone.
         self.whole_steps: int | None = steps_done
+        self._fill = fill or (lambda drafter: drafter.initialise(train.seed))
 
     def load(self) -> None:
-        """Draw the initial weights and load the target's embedding and head.
+        """Draw the initial weights, or take them over, and load the target's embedding and head.
 
         Raises:
             RunError: the device has too little memory for them.
@@ -78,7 +80,7 @@ class DrafterRank:
         ends = self._load_ends()
         self._vocab_size, self._tied = len(ends.head_VH), ends.head_VH is ends.embed_VH
         with self._explaining_memory(self._room_without_it):
-            self.drafter = Drafter(self._drafter, self._hidden_size).initialise(self._train.seed).to(self.device)
+            self.drafter = self._fill(Drafter(self._drafter, self._hidden_size)).to(self.device)
             self._step = DrafterStep(self.drafter, ends, self._train, policy=self._policy, alarm=self._alarm)
 
     def warm(self) -> dict[str, object]:
