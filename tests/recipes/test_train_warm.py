@@ -51,7 +51,7 @@ def settings(
 ) -> Callable[..., RunSettings]:
     dataset = write_dataset(random_rows)
 
-    def make(name: str, **train_: Any) -> RunSettings:
+    def make(name: str, ranks: int = 2, **train_: Any) -> RunSettings:
         small = {"epochs": 3, "max_steps": 6, "context_slots": 100, "anchor_slots": 16, "anchors_per_sample": 4}
         return RunSettings.model_validate(
             {
@@ -60,7 +60,7 @@ def settings(
                 "drafter": shape.model_dump(),
                 "data": {"dataset": str(dataset), "token_budget": 120, "align": 8, "buckets": 3},
                 "train": {**small, "dtype": "float32", "log_every": 1, "lr": 1e-2, **train_},
-                "pipeline": {"drafters": ["cpu", "cpu"]},
+                "pipeline": {"drafters": ["cpu"] * ranks},
                 "checkpoint": {"every_steps": 2},
             }
         )
@@ -92,12 +92,15 @@ def stop_after(steps: int, tree: RunSettings, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_every_rank_starts_from_the_weights_that_are_given(settings: Any, given: Path) -> None:
-    """At a rate near zero they are what is saved; and the first loss of all ranks is theirs, not that of drawn ones."""
-    run = Path(train(settings("warm", init_from=str(given), lr=1e-30), console=Console(json=True))["run"])
+    """At a rate near zero they are what is saved, and two ranks have the losses of one."""
+    same = {"init_from": str(given), "lr": 1e-30, "batches_per_step": 2}
+    run = Path(train(settings("warm", **same), console=Console(json=True))["run"])
     assert equal(weights(run), load_file(given / "model.safetensors"))
-    cold = Path(train(settings("cold", lr=1e-30), console=Console(json=True))["run"])
+    alone = Path(train(settings("alone", ranks=1, **same), console=Console(json=True))["run"])
+    losses, expected = ([event["loss"] for event in events(folder, "step")] for folder in (run, alone))
+    assert losses == pytest.approx(expected, rel=1e-5)
+    cold = Path(train(settings("cold", **same | {"init_from": None}), console=Console(json=True))["run"])
     assert not equal(weights(cold), weights(run))
-    assert events(cold, "step")[0]["loss"] != events(run, "step")[0]["loss"]
 
 
 def test_where_it_came_from_is_told_and_kept(settings: Any, given: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -59,7 +59,7 @@ def _check_files(folder: Path, weights: Mapping[str, Tensor]) -> None:
     try:
         for file, listed in _listed(folder).items():
             found = load_file(folder / file)
-            wrong |= {name for name in found if name in back or not _same(weights.get(name), found[name])}
+            wrong |= {name for name in found if not _same(weights.get(name), found[name])}
             wrong |= set() if listed is None else found.keys() ^ listed
             back |= found.keys()
     except (OSError, ValueError, SafetensorError) as error:
