@@ -105,7 +105,7 @@ def test_a_step_never_waits_for_the_device(model: torch.nn.Module, sampling: Sam
         with pytest.raises(RuntimeError, match="synchroniz"):  # so the mode sees what waits
             engine._rows.place_R[0].item()
         for _ in range(3):
-            engine._step(8, 128)
+            engine._step.advance(8, 128)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

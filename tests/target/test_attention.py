@@ -73,7 +73,8 @@ def test_a_target_around_a_loaded_model_reads_as_the_model_does() -> None:
     target = DecodingTarget.around(model, [7, 8])
     assert (target.stop_ids, target.vocab_size, target.max_positions) == ((7, 8), 50, 2048)
     cache = target.new_cache(5, 16)
-    logits = target.prefill(ids, lasts, cache, torch.tensor([4, 0, 2]))
+    logits, features = target.prefill(ids, lasts, cache, torch.tensor([4, 0, 2]))
+    assert features is None
     torch.testing.assert_close(logits, expected)
 
 

@@ -104,12 +104,14 @@ def test_rows_at_different_places_get_the_stock_models_logits_and_features(facts
     cache = target.new_cache(rows=3, slots=32)
     # 1. prompts of different lengths, right-padded
     padded = torch.stack([torch.nn.functional.pad(row, (0, 9 - len(row))) for row in rows])
-    positions = torch.arange(9).expand(3, 9)
-    logits, _ = target.forward(
-        padded, positions, cache, first_row=0, reach=9, logits_at=torch.tensor([len(row) - 1 for row in rows])
-    )
+    last = torch.tensor([len(row) - 1 for row in rows])
+    logits, features = target.prefill(padded, last, cache, torch.arange(3))
+    assert features is not None
     for i, row in enumerate(rows):
-        torch.testing.assert_close(logits[i, 0], stock(row[None]).logits[0, -1], rtol=1e-9, atol=1e-9)
+        whole = stock(row[None], output_hidden_states=True)
+        torch.testing.assert_close(logits[i], whole.logits[0, -1], rtol=1e-9, atol=1e-9)
+        wanted = torch.cat([whole.hidden_states[tap + 1][0] for tap in taps], dim=-1)
+        torch.testing.assert_close(features[i, : len(row)], wanted, rtol=1e-9, atol=1e-9)
     # 2. four wrong tokens for each row, as a rejected draft, then four others in the same places
     ends = torch.tensor([len(row) for row in rows])
     place = ends[:, None] + torch.arange(4)

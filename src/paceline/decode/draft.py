@@ -3,6 +3,8 @@
 Shapes: R rows, T new context tokens of a row, C context slots, B block slots, M key/value heads, E head width.
 """
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -22,19 +24,23 @@ class DraftSession:
         size = (shape.layers, 2, rows, shape.kv_heads, slots, shape.head_dim)
         self._store = torch.zeros(size, dtype=weight.dtype, device=weight.device)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def extend(
-        self, features_RTD: Float[Tensor, "R T D"], positions_RT: Int[Tensor, "R T"], first_row: int = 0
+        self,
+        features_RTD: Float[Tensor, "R T D"],
+        positions_RT: Int[Tensor, "R T"],
+        rows_R: Int[Tensor, " R"] | None = None,
     ) -> None:
-        """Add context tokens of rows first_row.. at their positions. Tokens behind a row's end may be wrong: they are
-        not read before they are written again."""
-        row_ids = torch.arange(first_row, first_row + len(positions_RT), device=positions_RT.device)[:, None]
+        """Add context tokens of some rows (the leading ones) at their positions. Tokens behind a row's end may be
+        wrong: they are not read before they are written again."""
+        if rows_R is None:
+            rows_R = torch.arange(len(positions_RT), device=positions_RT.device)
         context = self.drafter.context(features_RTD.to(self._store.dtype), positions_RT)
         for layer, keys_values in enumerate(context):
             for kind, states_RMTE in enumerate(keys_values):
-                self._store[layer, kind][row_ids, :, positions_RT] = states_RMTE.transpose(1, 2)
+                self._store[layer, kind][rows_R[:, None], :, positions_RT] = states_RMTE.transpose(1, 2)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def propose(
         self, anchor_ids_R: Int[Tensor, " R"], anchors_R: Int[Tensor, " R"], sizes_R: Int[Tensor, " R"], reach: int
     ) -> Int[Tensor, "R K"]:
@@ -60,7 +66,8 @@ class DraftSession:
     def _context(self, rows: int, reach: int) -> list[ContextKV]:
         return [(layer[0, :rows, :, :reach], layer[1, :rows, :, :reach]) for layer in self._store]
 
-    @torch.inference_mode()
-    def move(self, source: int, destination: int) -> None:
-        """Copy a row's context onto another row."""
-        self._store[:, :, destination].copy_(self._store[:, :, source])
+    @torch.no_grad()
+    def move(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        """Copy rows' contexts onto other rows."""
+        at = torch.tensor([sources, destinations], device=self._store.device)
+        self._store[:, :, at[1]] = self._store[:, :, at[0]]

@@ -1,8 +1,9 @@
 """Batched decoding of one target on one device: finished rows leave, waiting prompts enter.
 
-An engine has a fixed number of rows. Prompts enter free rows by a padded prompt pass, then a step advances all rows by
-a token. A step neither waits for the device nor needs the host: the host looks every few steps which rows have ended.
-The completions of one look are made while the device does the next steps.
+An engine has a fixed number of rows. Prompts enter free rows by a padded prompt pass, then a step advances all rows: by
+a token, or with a drafter by a block's cycle (see steps.py). A step neither waits for the device nor needs the host:
+the host looks every few steps which rows have ended. The completions of one look are made while the device does the
+next steps.
 
 Shapes: R rows, N entering rows, T padded prompt length, W leading rows that a step advances.
 """
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,9 +20,10 @@ import torch
 from paceline.decode.prompts import pad_right, reach_for
 from paceline.decode.protocol import Target
 from paceline.decode.requests import Request, Take, check_request, taking
-from paceline.decode.rows import Rows
+from paceline.decode.rows import Fetched, Rows
 from paceline.decode.sampling import Sampling, choose, noise_key
 from paceline.decode.stats import Stats, Watch
+from paceline.decode.steps import Drafts, DraftStep, PlainStep, Step
 from paceline.records import Completion
 from paceline.runtime.capture import Captured, Pool, new_pool
 from paceline.runtime.compiling import OneShape
@@ -42,10 +45,10 @@ class _Live:
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """Rows that have ended and how to get their tokens, prompts included."""
+    """Rows that have ended and how to get their tokens, prompts included, and the notes of their cycles."""
 
     rows: list[_Live]
-    tokens: Callable[[], list[list[int]]]
+    fetched: Callable[[], Fetched]
 
 
 class Engine:
@@ -58,23 +61,30 @@ class Engine:
         *,
         rows: int,
         slots: int,
+        drafts: Drafts | None = None,
         captured: bool = False,
         compiled: bool = False,
         gate: Gate | None = None,
     ) -> None:
         """Prepare `rows` rows of `slots` tokens each (prompt and completion).
 
-        `captured` replays decode steps as CUDA graphs, one for each width and reach, made when first needed; `compiled`
-        fuses their operations with torch.compile, which takes up to a minute for each reach. Both happen alone (see
-        Gate).
+        With `drafts` decoding is speculative, and gives the same completions in fewer steps. `captured` replays decode
+        steps as CUDA graphs, one for each width and reach, made when first needed; `compiled` fuses their operations
+        with torch.compile, which takes up to a minute for each reach. Both happen alone (see Gate).
+
+        Raises:
+            UserError: the drafter cannot draft for this target.
         """
         device = target.device
         self.stats = Stats()
         self._target, self._sampling, self._slots, self._gate = target, sampling, slots, gate or Gate()
         self._captured, self._compiled = captured, compiled
-        self._kept_slots = reach_for(slots)  # a multiple of what fused attention likes
+        # A multiple of what fused attention likes; a block may stand at a row's last place.
+        self._kept_slots = reach_for(slots + (drafts.drafter.settings.block_size - 1 if drafts else 0))
         self._rows = Rows(rows, self._kept_slots, target.stop_ids, device)
-        self._cache = target.new_cache(rows, self._kept_slots)
+        self._step: Step = (
+            DraftStep(target, drafts, sampling, self._rows) if drafts else PlainStep(target, sampling, self._rows)
+        )
         self._live: list[_Live | None] = [None] * rows
         self._units: dict[tuple[int, int], Callable[[], None]] = {}
         self._pool: Pool | None = None  # of the graphs; nothing in it outlives a step, so any may follow any
@@ -82,7 +92,7 @@ class Engine:
         on_gpu = device.type == "cuda"
         # A look costs a GPU some idle time and a CPU nothing. Prompts enter in groups, as one padded prompt pass for
         # many costs little more than for one; a group waits until an eighth of the rows are free.
-        self._look_every = 8 if on_gpu else 1
+        self._look_every = (2 if drafts else 8) if on_gpu else 1
         self._least_entering = max(1, rows // 8)
         self._prefill_tokens = 16_384 if on_gpu else 1024  # padded tokens of one prompt pass
         # Slots are read up to the next multiple of this; a captured or compiled step is made for each.
@@ -153,7 +163,7 @@ class Engine:
         noise = [noise_key(self._sampling.seed, request.key, request.copy) for request in group]
         rows_N, end_N, noise_N = torch.tensor([free, ends, noise], device=device)
         place_N = last_N + 1
-        logits_NV = self._target.prefill(ids_NT, last_N, self._cache, rows_N)
+        logits_NV = self._step.read(ids_NT, last_N, rows_N)
         token_N = choose(logits_NV, self._sampling, noise_N, place_N)
         self._rows.enter(rows_N, ids_NT, place_N, end_N, noise_N, token_N)
         for row, request, end in zip(free, group, ends, strict=True):
@@ -172,8 +182,9 @@ class Engine:
         if steps == 0:
             return self._watch.mark()
         width = self._compact(len(going))
-        # The last step reads the token that the step before it wrote.
-        reach = reach_for(max(live.place for live in going) + max(steps, _STEPS_TO_CAPTURE), self._reach_step)
+        # The last step reads the tokens that the steps before it wrote, and those of its own.
+        gained = max(steps, _STEPS_TO_CAPTURE) * self._step.most
+        reach = reach_for(max(live.place for live in going) + gained, self._reach_step)
         step, made = self._unit(width, min(reach, self._kept_slots))
         with self._gate.work():
             before = self._watch.mark()
@@ -197,7 +208,7 @@ class Engine:
         if sources:
             holes = [row for row in range(width) if self._live[row] is None][: len(sources)]
             with self._gate.work(), torch.no_grad():
-                self._cache.move(sources, holes)
+                self._step.move(sources, holes)
                 self._rows.move(sources, holes)
             for source, hole in zip(sources, holes, strict=True):
                 self._live[hole], self._live[source] = self._live[source], None
@@ -207,7 +218,7 @@ class Engine:
         """Return a step of this width and reach, and how many steps were made by making it."""
         if (width, reach) in self._units:
             return self._units[width, reach], 0
-        step: Callable[[], None] = partial(self._step, width, reach)
+        step: Callable[[], None] = partial(self._step.advance, width, reach)
         made = 0
         if self._compiled or self._captured:
             with self._gate.alone(), _many_compiled() if self._compiled else nullcontext():
@@ -223,15 +234,6 @@ class Engine:
         self._units[width, reach] = step
         return step, made
 
-    @torch.no_grad()
-    def _step(self, width: int, reach: int) -> None:
-        rows = self._rows
-        place_W = rows.place_R[:width]
-        logits_W1V, _ = self._target.forward(
-            rows.newest(width)[:, None], place_W[:, None], self._cache, first_row=0, reach=reach
-        )
-        rows.advance(choose(logits_W1V[:, 0], self._sampling, rows.noise_R[:width], place_W + 1))
-
     # Leaving
 
     @torch.no_grad()
@@ -244,9 +246,7 @@ class Engine:
             self.stats.decode_s += self._watch.between(before, after)
             for live, place in zip(self._live, places, strict=True):
                 if live is not None:
-                    new = place - live.place
-                    self.stats.tokens += new
-                    self.stats.slot_steps += new * live.place + new * (new + 1) // 2
+                    self.stats.tokens += place - live.place
                     live.place = place
             return self._fetch([row for row, live in enumerate(self._live) if live is not None and ended[row]])
 
@@ -254,19 +254,23 @@ class Engine:
         if not leaving:
             return None
         rows = [live for row in leaving if (live := self._live[row]) is not None]
-        tokens = self._rows.fetch(leaving, 1 + max(row.place for row in rows))
+        fetched = self._rows.fetch(leaving, 1 + max(row.place for row in rows))
         for row in leaving:
             self._live[row] = None
-        return _Ended(rows, tokens)
+        return _Ended(rows, fetched)
 
     def _completions(self, ended: _Ended) -> Iterator[tuple[Request, Completion]]:
-        for row, ids in zip(ended.rows, ended.tokens(), strict=True):
+        for row, ids, notes in zip(ended.rows, *ended.fetched(), strict=True):
             prompt = row.request.prompt_ids
             tokens = tuple(ids[len(prompt) : row.place + 1])
             finish = "stop" if tokens[-1] in self._target.stop_ids else "length"
+            begun = [place for place, note in enumerate(notes[: row.place]) if note]
+            lengths = tuple(after - place for place, after in pairwise([*begun, row.place]))
             self.stats.finished += 1
             self.stats.finished_tokens += len(tokens)
-            yield row.request, Completion(tuple(prompt), tokens, finish)
+            self.stats.slot_steps += sum(place + self._step.most for place in begun or range(len(prompt), row.place))
+            accepted = tuple(notes[place] - 1 for place in begun)
+            yield row.request, Completion(tuple(prompt), tokens, finish, lengths, accepted)
 
 
 def _many_compiled() -> AbstractContextManager[None]:

@@ -9,7 +9,13 @@ from paceline.records import UserError
 
 
 def check_prompts(prompts: Sequence[Sequence[int]]) -> None:
-    """Refuse an empty prompt: there is nothing to continue."""
+    """Refuse an empty prompt, where there is nothing to continue, and an empty list of them.
+
+    Raises:
+        UserError: there is no prompt, or one has no tokens.
+    """
+    if not prompts:
+        raise UserError("There must be at least one prompt to decode, got none. Name a file that holds prompts.")
     empty = [i for i, prompt in enumerate(prompts) if len(prompt) == 0]
     if empty:
         raise UserError(f"Prompt {empty[0] + 1} of {len(prompts)} has no tokens. Remove it or give it text.")

@@ -27,8 +27,8 @@ class Target(Protocol):
     def new_cache(self, rows: int, slots: int) -> Any:
         """Return an empty RowStore."""
 
-    def prefill(self, ids_RT: Tensor, last_R: Tensor, cache: Any, rows_R: Tensor) -> Tensor:
-        """Read right-padded prompts into rows; return the logits at each one's last token."""
+    def prefill(self, ids_RT: Tensor, last_R: Tensor, cache: Any, rows_R: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Read right-padded prompts into rows; return the logits at each one's last token, and all features."""
 
     def forward(
         self,
@@ -38,6 +38,5 @@ class Target(Protocol):
         *,
         first_row: int,
         reach: int,
-        logits_at: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return logits and features of the new tokens."""

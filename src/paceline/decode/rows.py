@@ -1,7 +1,8 @@
 """What the device knows of the rows that are decoded: their tokens, how far they are and when they end.
 
 Everything lies in buffers that stay where they are, so a step over them can be captured, and nothing in a step waits
-for the device. Shapes: R rows, N entering rows, T padded prompt length, W leading rows that a step advances, S slots.
+for the device. Shapes: R rows, N entering rows, T padded prompt length, W leading rows that a step advances, S slots,
+B tokens that a step may add to a row.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,6 +17,8 @@ class Rows:
 
     def __init__(self, rows: int, slots: int, stop_ids: Sequence[int], device: torch.device) -> None:
         self.ids_RS = torch.zeros(rows, slots, dtype=torch.int64, device=device)
+        # Where a cycle of speculative decoding began: 1 + the drafts that the target agreed to. 0 elsewhere.
+        self.cycles_RS = torch.zeros(rows, slots, dtype=torch.int16, device=device)
         self.place_R = torch.zeros(rows, dtype=torch.int64, device=device)
         self.end_R = torch.zeros_like(self.place_R)
         self.noise_R = torch.zeros_like(self.place_R)
@@ -36,6 +39,7 @@ class Rows:
         """Start rows with a prompt and their first token, which stands at `place`; they may go on to `end`."""
         self.ids_RS[:, : ids_NT.shape[1]][rows_N] = ids_NT
         self.ids_RS[rows_N, place_N] = token_N
+        self.cycles_RS[rows_N] = 0
         self.place_R[rows_N] = place_N
         self.end_R[rows_N] = end_N
         self.noise_R[rows_N] = noise_N
@@ -45,22 +49,38 @@ class Rows:
         """Return the newest token of the first `width` rows."""
         return self.ids_RS[:width].gather(1, self.place_R[:width, None])[:, 0]
 
-    def advance(self, token_W: Int[Tensor, " W"]) -> None:
-        """Append a token to each of the leading rows that has not ended."""
-        width = len(token_W)
-        place_W, ended_W = self.place_R[:width], self.ended_R[:width]
-        kept_W = torch.where(ended_W, self.newest(width), token_W)  # an ended row writes its last token once more
-        place_W += (~ended_W).long()
-        self.ids_RS[:width].scatter_(1, place_W[:, None], kept_W[:, None])
-        ended_W |= self._stops(kept_W) | (place_W >= self.end_R[:width])
+    def note_cycle(self, accepted_W: Int[Tensor, " W"]) -> None:
+        """Note how many drafts the cycle accepted that begins at the leading rows' newest tokens. Before `advance`."""
+        width = len(accepted_W)
+        noted_W = torch.where(self.ended_R[:width], 0, 1 + accepted_W).to(self.cycles_RS.dtype)
+        self.cycles_RS[:width].scatter_(1, self.place_R[:width, None], noted_W[:, None])
 
-    def _stops(self, token_N: Tensor) -> Tensor:
-        return (token_N[:, None] == self._stop_E).any(1)
+    def advance(self, token_WB: Int[Tensor, "W B"], count_W: Int[Tensor, " W"] | None = None) -> None:
+        """Append the first `count` tokens (all) to each of the leading rows that has not ended, up to its last place
+        and its first stop token. B - 1 slots must be there behind a row's last place."""
+        width, most = token_WB.shape
+        place_W, ended_W = self.place_R[:width], self.ended_R[:width]
+        offset_B = torch.arange(1, most + 1, device=token_WB.device)
+        stops_WB = self._stops(token_WB)
+        until_stop_W = torch.where(stops_WB, offset_B, most + 1).amin(1)
+        added_W = torch.minimum(self.end_R[:width] - place_W, until_stop_W).clamp(max=most)
+        if count_W is not None:
+            added_W = torch.minimum(added_W, count_W)
+        added_W = torch.where(ended_W, 0, added_W)
+        # What is not added leaves the slot as it is.
+        at_WB = (place_W[:, None] + offset_B).clamp(max=self.ids_RS.shape[1] - 1)
+        ids_WS = self.ids_RS[:width]
+        ids_WS.scatter_(1, at_WB, torch.where(offset_B <= added_W[:, None], token_WB, ids_WS.gather(1, at_WB)))
+        place_W += added_W
+        ended_W |= (until_stop_W <= added_W) | (place_W >= self.end_R[:width])
+
+    def _stops(self, tokens: Tensor) -> Tensor:
+        return (tokens[..., None] == self._stop_E).any(-1)
 
     def move(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
         """Copy rows onto others; the sources have ended from now on."""
         source_N, destination_N = torch.tensor([sources, destinations], device=self.place_R.device)
-        for buffer in (self.ids_RS, self.place_R, self.end_R, self.noise_R, self.ended_R):
+        for buffer in (self.ids_RS, self.cycles_RS, self.place_R, self.end_R, self.noise_R, self.ended_R):
             buffer[destination_N] = buffer[source_N]
         self.ended_R[source_N] = True
 
@@ -71,20 +91,24 @@ class Rows:
         ended, places = self._seen_2R.tolist()
         return [bool(flag) for flag in ended], places
 
-    def fetch(self, rows: Sequence[int], longest: int) -> Callable[[], list[list[int]]]:
-        """Take the first `longest` tokens of rows as they are now; what is returned waits for them and lists them."""
-        wanted = self.ids_RS[torch.tensor(rows, device=self.ids_RS.device), :longest]
-        if not wanted.is_cuda:
-            return wanted.tolist
-        host = torch.empty(wanted.shape, dtype=wanted.dtype, pin_memory=True).copy_(wanted, non_blocking=True)
+    def fetch(self, rows: Sequence[int], longest: int) -> "Callable[[], Fetched]":
+        """Take the first `longest` places of rows as they are now; what is returned waits for them and lists them."""
+        at = torch.tensor(rows, device=self.ids_RS.device)
+        wanted = [buffer[at, :longest] for buffer in (self.ids_RS, self.cycles_RS)]
+        if not self.ids_RS.is_cuda:
+            return lambda: (wanted[0].tolist(), wanted[1].tolist())
+        hosts = [torch.empty(w.shape, dtype=w.dtype, pin_memory=True).copy_(w, non_blocking=True) for w in wanted]
         copied = torch.cuda.Event()
-        copied.record(torch.cuda.current_stream(wanted.device))
+        copied.record(torch.cuda.current_stream(self.ids_RS.device))
 
-        def read() -> list[list[int]]:
+        def read() -> Fetched:
             copied.synchronize()
-            return host.tolist()
+            return hosts[0].tolist(), hosts[1].tolist()
 
         return read
+
+
+Fetched = tuple[list[list[int]], list[list[int]]]  # for each row its tokens and its notes of cycles, by place
 
 
 def wait(device: torch.device) -> None:

@@ -74,6 +74,9 @@ class Sampling:
         return self.temperature == 0
 
 
+GREEDY = Sampling()
+
+
 def sampling_of(folder: Path, **explicit: Any) -> tuple[Sampling, tuple[str, ...]]:
     """Return the sampling that a model's generation_config.json asks for, with explicit settings that are not None put
     in its place, and what the file sets besides that is not followed here, as `name=value`.

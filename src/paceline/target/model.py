@@ -129,15 +129,15 @@ class DecodingTarget:
     @torch.no_grad()
     def prefill(
         self, ids_RT: Int[Tensor, "R T"], last_R: Int[Tensor, " R"], cache: RowCache, rows_R: Int[Tensor, " R"]
-    ) -> Float[Tensor, "R V"]:
-        """Read right-padded prompts into any rows of the cache; return the logits at each prompt's last token."""
+    ) -> tuple[Float[Tensor, "R V"], Float[Tensor, "R T D"] | None]:
+        """Read right-padded prompts into any rows of the cache; return the logits at each prompt's last token, and the
+        features of all tokens (None where no layer is tapped)."""
         cache.aim_at_start(rows_R)
         positions_RT = torch.arange(ids_RT.shape[1], device=self.device).expand_as(ids_RT)
         # By place, not by name: transformers renamed the cache argument in 5.24.
         hidden_RTH = self._body(ids_RT, None, positions_RT, cache, use_cache=True)[0]
-        if self._num_taps:
-            self._taps.take()
-        return self.model.lm_head(hidden_RTH[torch.arange(len(ids_RT), device=self.device), last_R])
+        logits_RV = self.model.lm_head(hidden_RTH[torch.arange(len(ids_RT), device=self.device), last_R])
+        return logits_RV, self._taps.take() if self._num_taps else None
 
     @torch.no_grad()
     def forward(
@@ -148,21 +148,16 @@ class DecodingTarget:
         *,
         first_row: int,
         reach: int,
-        logits_at: Int[Tensor, " R"] | None = None,
-    ) -> tuple[Float[Tensor, "R L V"], Float[Tensor, "R T D"] | None]:
+    ) -> tuple[Float[Tensor, "R T V"], Float[Tensor, "R T D"] | None]:
         """Write tokens at their positions of rows first_row.. and return logits and features.
 
-        `reach` is how many cache slots are read (more than every position). `logits_at` asks for the logits of one
-        token a row (L = 1) instead of all (L = T), as after a prompt. Features are None where no layer is tapped.
+        `reach` is how many cache slots are read (more than every position). Features are None where no layer is tapped.
         """
         seen_R1TS = cache.aim(first_row, positions_RT, reach)
         # Made once here, and not from a mask of truth values in every layer.
         bias_R1TS = torch.zeros_like(seen_R1TS, dtype=self.model.dtype).masked_fill(~seen_R1TS, -torch.inf)
         hidden_RTH = self._body(ids_RT, bias_R1TS, positions_RT, cache, use_cache=True)[0]
-        if logits_at is not None:
-            hidden_RTH = hidden_RTH[torch.arange(len(ids_RT), device=self.device), logits_at][:, None]
-        logits = self.model.lm_head(hidden_RTH)
-        return logits, self._taps.take() if self._num_taps else None
+        return self.model.lm_head(hidden_RTH), self._taps.take() if self._num_taps else None
 
 
 def check_plain_attention(config: Any, name: str) -> None:
