@@ -101,3 +101,48 @@ def bench_generate(
     console = Console(json=json)
     result = measure(work, console)
     finish(console, json, result, "\n".join(f"  {key} {value}" for key, value in result.items()))
+
+
+@bench.command("decode")
+def bench_decode(
+    run: Annotated[Path | None, typer.Option(help="A run's drafter and its target. Default: random weights.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="JSONL file of prompts for --run.")] = None,
+    shape: Annotated[Literal["smollm2", "qwen3-8b"], typer.Option(help="Which random weights, without --run.")] = (
+        "smollm2"
+    ),
+    right: Annotated[
+        bool, typer.Option("--right", help="With random weights: every draft is right, not none.")
+    ] = False,
+    device: Device = None,
+    dtype: Annotated[Number | None, typer.Option(help="Default: float32 on a CPU, bfloat16 on a GPU.")] = None,
+    count: Annotated[int, typer.Option(min=1, help="How many prompts.")] = 4,
+    tokens: Annotated[int | None, typer.Option(min=2, help="Of an answer at most. Default: 64, on a GPU 512.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Medians are over these.")] = 5,
+    captured: Annotated[bool | None, typer.Option(help="CUDA graphs. Default: on a GPU.")] = None,
+    json: AsJson = False,
+) -> None:
+    """Speculative decoding one prompt at a time: tokens/s, against plain decoding and the dflash package's own loop."""
+    if (run is None) != (prompts is None):
+        missing, given = ("--prompts", "--run") if prompts is None else ("--run", "--prompts")
+        raise UserError(f"--run and --prompts go together, got {given} alone. Add {missing}.")
+    if run is not None and right:
+        raise UserError("--right is for random weights, got it with --run, whose drafter is what it is. Leave one out.")
+    where = choose_device(device)
+    gpu = where.startswith("cuda")
+    from paceline.bench.decode import Work
+    from paceline.bench.decode import bench_decode as measure
+
+    work = Work(
+        shape=shape if run is None else str(run),
+        right=right,
+        prompt_file=prompts,
+        device=where,
+        dtype=dtype or ("bfloat16" if gpu else "float32"),
+        prompts=count,
+        tokens=tokens or (512 if gpu else 64),
+        repeats=repeats,
+        captured=gpu if captured is None else captured,
+    )
+    console = Console(json=json)
+    result = measure(work, console)
+    finish(console, json, result, "\n".join(f"  {key} {value}" for key, value in result.items()))

@@ -107,10 +107,10 @@ def test_a_training_block_equals_the_decoding_step_with_a_cached_context(
     session = DraftSession(drafter, ends, rows=2, slots=32)
     features = inputs.features[:, start:anchor]
     for part in (slice(0, 2), slice(2, length)):  # the context arrives in pieces, as in decoding
-        session.extend(features[:, part], torch.arange(length)[None, part], first_row=0)
-    session.extend(features.flip(1), torch.arange(length)[None], first_row=1)  # another row
+        session.extend(features[:, part], torch.arange(length)[None, part], torch.tensor([0]))
+    session.extend(features.flip(1), torch.arange(length)[None], torch.tensor([1]))  # another row
     # Junk behind the row's end, as rejected tokens leave it.
-    session.extend(torch.ones_like(features[:, :2]), torch.tensor([[length, length + 1]]), first_row=0)
+    session.extend(torch.ones_like(features[:, :2]), torch.tensor([[length, length + 1]]), torch.tensor([0]))
     hidden = session.hidden(
         inputs.tokens[:, block], torch.tensor([length]), torch.tensor([drafter.settings.block_size]), reach=32
     )

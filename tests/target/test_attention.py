@@ -9,7 +9,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from paceline.records import UserError
 from paceline.target.attention import row_attention
-from paceline.target.linear import use_onednn
 from paceline.target.model import DecodingTarget, check_plain_attention
 
 
@@ -43,19 +42,6 @@ def test_a_model_that_asks_for_another_attention_is_told() -> None:
     states = torch.zeros(1, 2, 1, 8)
     with pytest.raises(NotImplementedError, match="Module asks for s_aux"):
         row_attention(nn.Module(), states, states, states, None, s_aux=torch.zeros(2))
-
-
-def test_products_by_onednn_are_those_of_nn_linear() -> None:
-    torch.manual_seed(0)
-    layers = [nn.Linear(48, 100), nn.Linear(48, 100, bias=False), nn.Linear(48, 100).double()]
-    model = nn.ModuleList(layers).requires_grad_(False)
-    x = torch.randn(3, 5, 48)
-    expected = [layer(x.to(layer.weight.dtype)) for layer in layers]
-    use_onednn(model)
-    for layer, wanted in zip(layers, expected, strict=True):
-        for part in (slice(None), slice(0, 2)):
-            torch.testing.assert_close(layer(x[:, part].to(layer.weight.dtype)), wanted[:, part])
-    assert [("forward" in vars(layer)) for layer in layers] == [torch.backends.mkldnn.is_available()] * 2 + [False]
 
 
 def _config(**more: object) -> LlamaConfig:

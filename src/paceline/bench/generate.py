@@ -50,8 +50,8 @@ def bench_generate(work: Work, console: Console) -> dict[str, Any]:
         torch.cuda.set_device(device)
     console.stage(f"{work.shape} on {work.device}, random weights in {work.dtype}")
     torch.manual_seed(0)
-    model = _model(work)
-    prompts = _prompts(work, model.config.vocab_size)
+    model = random_model(work.shape, work.device, work.dtype)
+    prompts = random_prompts(work.prompts, model.config.vocab_size)
     theirs: dict[str, Any] = {}
     stock: list[list[int]] = []
     if work.against_batch:
@@ -81,10 +81,11 @@ def bench_generate(work: Work, console: Console) -> dict[str, Any]:
     }
 
 
-def _model(work: Work) -> Any:
-    dtype = getattr(torch, work.dtype)
-    with torch.device(work.device):
-        if work.shape == "smollm2":
+def random_model(shape: str, device: str, number: str) -> Any:
+    """Return a frozen transformers model with random weights."""
+    dtype = getattr(torch, number)
+    with torch.device(device):
+        if shape == "smollm2":
             model = LlamaForCausalLM._from_config(smollm2_config(), dtype=dtype)
         else:
             model = Qwen3ForCausalLM._from_config(qwen3_8b_config(), dtype=dtype)
@@ -127,10 +128,10 @@ def qwen3_8b_config() -> Qwen3Config:
     )
 
 
-def _prompts(work: Work, vocab_size: int) -> list[list[int]]:
+def random_prompts(count: int, vocab_size: int) -> list[list[int]]:
     """Return random prompts, longest first, which is the order that either side likes best."""
     rng = np.random.default_rng(0)
-    lengths = np.sort(rng.integers(PROMPT_TOKENS[0], PROMPT_TOKENS[1] + 1, work.prompts))[::-1]
+    lengths = np.sort(rng.integers(PROMPT_TOKENS[0], PROMPT_TOKENS[1] + 1, count))[::-1]
     return [rng.integers(0, vocab_size, length).tolist() for length in lengths]
 
 

@@ -13,13 +13,15 @@ from paceline import blocks
 from paceline.drafter.attention import Dense
 from paceline.drafter.ends import FrozenEnds
 from paceline.drafter.model import ContextKV, Drafter
+from paceline.runtime.linear import product, twin, use_onednn
 
 
 class DraftSession:
     """A drafter with the context of some rows: their keys and values in every layer, written in place."""
 
     def __init__(self, drafter: Drafter, ends: FrozenEnds, rows: int, slots: int) -> None:
-        self.drafter, self.ends, self.slots = drafter, ends, slots
+        self.drafter, self.ends, self.slots = twin(drafter), ends, slots  # what is given may be trained further
+        use_onednn(self.drafter)
         shape, weight = drafter.settings, drafter.fc.weight
         size = (shape.layers, 2, rows, shape.kv_heads, slots, shape.head_dim)
         self._store = torch.zeros(size, dtype=weight.dtype, device=weight.device)
@@ -50,7 +52,10 @@ class DraftSession:
         block; what it proposes behind those is to be ignored.
         """
         hidden_RBH = self.hidden(anchor_ids_R, anchors_R, sizes_R, reach)
-        return self.ends.logits(hidden_RBH[:, 1:]).argmax(-1)
+        head_VH = self.ends.head_VH
+        # Flat, so that all rows are one product: torch makes one a row of what does not lie in one piece.
+        drafted_KH = hidden_RBH[:, 1:].flatten(0, 1).to(head_VH.dtype)
+        return product(drafted_KH, head_VH).argmax(-1).view(len(hidden_RBH), -1)
 
     def hidden(self, anchor_ids_R: Tensor, anchors_R: Tensor, sizes_R: Tensor, reach: int) -> Float[Tensor, "R B H"]:
         """Return the block's hidden states; arguments as in `propose`."""

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from paceline.blocks import context_positions
 from paceline.records import TokenBatch, UserError
+from paceline.runtime.linear import use_onednn
 from paceline.target import attention
 from paceline.target.cache import RowCache
-from paceline.target.linear import use_onednn
 from paceline.target.load import TargetFacts, load_causal, load_config, load_trunk
 
 
@@ -104,11 +104,11 @@ class DecodingTarget:
         self._hold(load_causal(facts, dtype=dtype, device=device), taps, facts.eos_ids)
 
     @classmethod
-    def around(cls, model: Any, stop_ids: Sequence[int]) -> "DecodingTarget":
+    def around(cls, model: Any, stop_ids: Sequence[int], taps: Sequence[int] = ()) -> "DecodingTarget":
         """Return a target made of a transformers model that is loaded already, and changes how it computes."""
         check_plain_attention(model.config.get_text_config(), type(model).__name__)
         target = cls.__new__(cls)
-        target._hold(model, (), tuple(stop_ids))
+        target._hold(model, taps, tuple(stop_ids))
         return target
 
     def _hold(self, model: Any, taps: Sequence[int], stop_ids: tuple[int, ...]) -> None:
