@@ -1,8 +1,10 @@
 """Speculative decoding gives the target's own text, greedy or drawn, whatever the drafter proposes."""
 
+import copy
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -199,7 +201,8 @@ def loop(
 ) -> dict[int | str, Completion]:
     """What the loop by hand makes of all requests with mostly right drafts and several stop tokens."""
     model = AutoModelForCausalLM.from_pretrained(tiny.folder, dtype=torch.float64).requires_grad_(False)
-    plain = [c for _, c in Engine(target, Sampling(), rows=16, slots=120).run(asked())]
+    longer = [replace(request, max_new_tokens=request.max_new_tokens + 8) for request in asked()]
+    plain = [c for _, c in Engine(target, Sampling(), rows=16, slots=120).run(longer)]  # right behind the limits too
     guess = mostly([[*c.prompt_ids, *c.token_ids] for c in plain])
     monkeypatch.setattr(target, "stop_ids", (*tiny.eos_ids, 17, 101))
     put_in_place(monkeypatch, guess)
@@ -261,8 +264,13 @@ def test_looking_seldom_and_fixed_widths_change_nothing(loop, target, drafts, mo
     assert engine.stats.captured == len(engine._units)
 
 
-def test_a_drafter_reads_the_features_of_its_own_row_after_rows_moved(target, drafts, monkeypatch) -> None:
-    """A row's cycles do not depend on its company, with the real drafter made to agree now and then."""
+@pytest.mark.parametrize("rows", [4, 12])  # rows are used again, rows move
+def test_a_drafter_reads_the_features_of_its_own_row(target, drafts, monkeypatch, rows: int) -> None:
+    """What is drafted for a row does not depend on its company."""
+    drafter = copy.deepcopy(drafts.drafter)
+    for matrix in (p for p in drafter.parameters() if p.ndim == 2):
+        matrix.data.mul_(10)  # so that what is drafted depends on the context
+    drafts = Drafts(drafter, drafts.ends)
     right = {}
     proposed = draft.DraftSession.propose
 
@@ -279,12 +287,12 @@ def test_a_drafter_reads_the_features_of_its_own_row_after_rows_moved(target, dr
     expected = {}
     for request in requests:
         expected |= complete(Engine(target, DRAWN, rows=1, slots=120, drafts=drafts), [request])
-    alone = {key: set(rows) for key, rows in right.items()}
+    alone = {key: set(found) for key, found in right.items()}
     right.clear()
-    assert complete(Engine(target, DRAWN, rows=4, slots=120, drafts=drafts), requests) == expected
-    seen = {key: rows for key, rows in right.items() if key in alone}  # a row that has ended drafts for nobody
+    assert complete(Engine(target, DRAWN, rows=rows, slots=120, drafts=drafts), requests) == expected
+    seen = {key: found for key, found in right.items() if key in alone}  # a row that has ended drafts for nobody
     assert len(seen) > 50
-    assert all(alone[key] <= rows for key, rows in seen.items())
+    assert all(alone[key] <= found for key, found in seen.items())
 
 
 # ------------------------------------------------------------------------------------------------ the same chances
@@ -381,8 +389,9 @@ def test_a_wrong_rule_of_acceptance_shows_in_how_often_texts_are_drawn(drawn, ex
     ],
 )
 def test_prompts_that_cannot_be_answered_are_refused_before_anything_is_decoded(
-    target, drafts, prompts: list[list[int]], new: int, message: str
+    target, drafts, prompts: list[list[int]], new: int, message: str, monkeypatch
 ) -> None:
+    monkeypatch.setattr("paceline.decode.generate.Engine", None)
     with pytest.raises(UserError, match=message):
         next(speculate(target, drafts.drafter, drafts.ends, prompts, max_new_tokens=new, rows=1))
 
@@ -411,3 +420,21 @@ def test_a_drafter_that_cannot_draft_for_the_target_is_refused(tiny, shape, targ
         attempt(of(taps=(1,)))
     with pytest.raises(UserError, match="features of width 0"):
         attempt(of(), target=DecodingTarget(tiny, (), dtype=torch.float64, device="cpu"))
+
+
+def test_the_given_drafter_can_still_be_trained(tiny, shape, target) -> None:
+    """What decoding does to be quick is done to a copy."""
+    drafter = Drafter(shape, tiny.hidden_size).initialise(0)
+    next(
+        speculate(
+            DecodingTarget(tiny, shape.taps, dtype=torch.float32, device="cpu"),
+            drafter,
+            load_ends(tiny),
+            [[5]],
+            max_new_tokens=3,
+            rows=1,
+        )
+    )
+    context = drafter.context(torch.ones(1, 2, drafter.fc.in_features), torch.arange(2)[None])
+    context[0][0].sum().backward()
+    assert drafter.fc.weight.grad is not None

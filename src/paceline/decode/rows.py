@@ -17,7 +17,8 @@ class Rows:
 
     def __init__(self, rows: int, slots: int, stop_ids: Sequence[int], device: torch.device) -> None:
         self.ids_RS = torch.zeros(rows, slots, dtype=torch.int64, device=device)
-        # Where a cycle of speculative decoding began: 1 + the drafts that the target agreed to. 0 elsewhere.
+        # Where a cycle of speculative decoding began: 1 + the drafts that the target agreed to. 0 elsewhere before the
+        # newest token.
         self.cycles_RS = torch.zeros(rows, slots, dtype=torch.int16, device=device)
         self.place_R = torch.zeros(rows, dtype=torch.int64, device=device)
         self.end_R = torch.zeros_like(self.place_R)
@@ -50,10 +51,11 @@ class Rows:
         return self.ids_RS[:width].gather(1, self.place_R[:width, None])[:, 0]
 
     def note_cycle(self, accepted_W: Int[Tensor, " W"]) -> None:
-        """Note how many drafts the cycle accepted that begins at the leading rows' newest tokens. Before `advance`."""
+        """Note how many drafts the cycle accepted that begins at the leading rows' newest tokens. Before `advance`;
+        what is noted at the last token of a row that has ended counts for nothing."""
         width = len(accepted_W)
-        noted_W = torch.where(self.ended_R[:width], 0, 1 + accepted_W).to(self.cycles_RS.dtype)
-        self.cycles_RS[:width].scatter_(1, self.place_R[:width, None], noted_W[:, None])
+        noted_W1 = (1 + accepted_W).to(self.cycles_RS.dtype)[:, None]
+        self.cycles_RS[:width].scatter_(1, self.place_R[:width, None], noted_W1)
 
     def advance(self, token_WB: Int[Tensor, "W B"], count_W: Int[Tensor, " W"] | None = None) -> None:
         """Append the first `count` tokens (all) to each of the leading rows that has not ended, up to its last place
