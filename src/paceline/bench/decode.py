@@ -20,7 +20,7 @@ from torch import nn
 
 from paceline.bench.dflash_peer import DflashLoop, peer_version
 from paceline.bench.generate import random_model, random_prompts
-from paceline.checkpoint.drafter import DrafterMeta, load_meta, load_weights
+from paceline.checkpoint.drafter import DrafterMeta, find_drafter
 from paceline.config import DrafterSettings
 from paceline.data.prompt_file import as_prompts, encode_prompts
 from paceline.decode.engine import Engine
@@ -109,7 +109,8 @@ def bench_decode(work: Work, console: Console) -> dict[str, Any]:
 def _run(work: Work) -> Models:
     assert work.prompt_file is not None
     run = Path(work.shape)
-    meta = load_meta(run)
+    found = find_drafter(run)
+    meta = found.meta
     facts = describe(meta.target)
     dtype = getattr(torch, work.dtype)
     asked = encode_prompts(
@@ -118,7 +119,7 @@ def _run(work: Work) -> Models:
         max_new_tokens=work.tokens,
         max_positions=facts.max_positions,
     )
-    drafter = Drafter.from_weights(meta.settings, meta.hidden_size, load_weights(run)).to(work.device, dtype)
+    drafter = Drafter.from_weights(meta.settings, meta.hidden_size, found.weights()).to(work.device, dtype)
     model = load_causal(facts, dtype=dtype, device=work.device)
     return Models(model, drafter, meta, [list(prompt) for prompt in asked], facts.eos_ids)
 

@@ -41,9 +41,10 @@ class DflashLoop:
         if target.device.type != "cuda":  # its statistics wait for a CUDA device before they read a clock
             self._module._cuda_time = time.perf_counter
         with TemporaryDirectory() as folder:
-            export_zlab(drafter, meta, Path(folder) / "drafter", dtype=target.dtype)
+            place = Path(folder) / "drafter"
+            export_zlab(drafter, meta, place, dtype=target.dtype, card="", max_shard_bytes=2**40)
             loaded = dflash.model.DFlashDraftModel.from_pretrained(
-                Path(folder) / "drafter", dtype=target.dtype, attn_implementation="sdpa"
+                place, dtype=target.dtype, attn_implementation="sdpa"
             )
         self._drafter, self._target = loaded.to(target.device).eval(), target
 

@@ -73,11 +73,9 @@ def _examined(target: Target, prompt: int, place: int, one: Completion, other: C
 
 def next_logits(target: Target, ids: Sequence[int]) -> Float[Tensor, " V"]:
     """Return what the target plainly thinks of the token behind `ids`, in its own number format."""
-    ids_RT, positions_RT, last_R = pad_right([ids], target.device)
-    reach = reach_for(len(ids))
-    cache = target.new_cache(1, reach)
-    logits, _ = target.forward(ids_RT, positions_RT, cache, first_row=0, reach=reach, logits_at=last_R)
-    return logits[0, 0]
+    ids_RT, _, last_R = pad_right([ids], target.device)
+    logits_RV, _ = target.prefill(ids_RT, last_R, target.new_cache(1, reach_for(len(ids))), torch.zeros_like(last_R))
+    return logits_RV[0]
 
 
 def near_tie_bound(logits_V: Float[Tensor, " V"]) -> float:

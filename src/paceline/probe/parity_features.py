@@ -29,10 +29,9 @@ def decoding_features(target: DecodingTarget, some: Sequence[Sequence[int]]) -> 
     """Return each prompt's features as decoding captures them: over a row cache."""
     features = []
     for ids in some:
-        ids_RT, positions_RT, last_R = pad_right([ids], target.device)
-        reach = reach_for(len(ids))
-        cache = target.new_cache(1, reach)
-        _, tapped = target.forward(ids_RT, positions_RT, cache, first_row=0, reach=reach, logits_at=last_R)
+        ids_RT, _, last_R = pad_right([ids], target.device)
+        cache = target.new_cache(1, reach_for(len(ids)))
+        _, tapped = target.prefill(ids_RT, last_R, cache, torch.zeros_like(last_R))
         assert tapped is not None, "a drafter has taps"
         features.append(tapped[0])
     return features
