@@ -37,6 +37,9 @@ def evaluate(
     ] = "default",
     template_arg: TemplateArg = None,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Longest answer, in tokens.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Of what is drawn; 0: greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Probability that is drawn from; 1: all.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Most likely tokens that are drawn from; 0: all.")] = 0,
     rows: Annotated[int, typer.Option(min=1, help="Prompts that are decoded at once.")] = 8,
     timed_prompts: Annotated[int, typer.Option(min=0, help="Prompts timed one by one against plain decoding.")] = 8,
     against: Annotated[
@@ -67,6 +70,7 @@ def evaluate(
     _check_goes_with(
         probe=probe, server=server, against=against, device=device, checkpoint=checkpoint, served_name=served_name
     )
+    from paceline.decode.sampling import Sampling
     from paceline.recipes.evaluate_asked import Asking
 
     asking = Asking(
@@ -75,6 +79,7 @@ def evaluate(
         seed=seed,
         thinking=thinking,
         template_args=dict(map(read_template_arg, template_arg or [])),
+        sampling=Sampling(temperature, top_k, top_p, seed),
     )
     console = Console(json=json)
     if server is not None:
@@ -120,9 +125,9 @@ def evaluate(
         checkpoint=checkpoint,
     )
     finish(console, json, report, evaluation_text(report))
-    if not report["lossless"]:
+    if report["lossless"] is False:
         raise RunError(
-            f"Speculative and plain greedy decoding differ in {report['mismatches']:,} of {report['prompts']:,} "
+            f"Speculative and plain decoding differ in {report['mismatches']:,} of {report['prompts']:,} "
             f"answers, first at (prompt, token) {report['first_difference']}, by more than a near tie in {dtype}: see "
             f"{run / 'evaluation.json'}."
         )

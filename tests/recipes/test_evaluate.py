@@ -19,6 +19,7 @@ from paceline import cli
 from paceline.checkpoint.drafter import DrafterMeta, save_drafter
 from paceline.config import DrafterSettings, RunSettings
 from paceline.config_file import dump_settings
+from paceline.decode.sampling import Sampling
 from paceline.drafter.model import Drafter
 from paceline.target import model
 from paceline.target.load import TargetFacts
@@ -157,6 +158,32 @@ def test_a_limit_and_its_seed(run: Run, prompts: Path) -> None:
     )[1]  # fmt: skip
 
 
+def test_drawn_answers_are_those_of_plain_decoding_too(run: Run, prompts: Path) -> None:
+    drawn = ("--temperature", 1.5, "--top-p", 0.9, "--top-k", 40)
+    folder = run()
+    told = report(folder, prompts, *OPTIONS, *drawn)
+    assert (told["temperature"], told["top_p"], told["top_k"], told["seed"]) == (1.5, 0.9, 40, 0)
+    assert (told["lossless"], told["mismatches"]) == (True, 0)
+    asked = "--json", "--seed", 7
+    status, out, err = paceline(folder, prompts, *OPTIONS, *drawn, *asked, "--dtype", "bfloat16")
+    assert status == 0, err
+    assert json.loads(out)["lossless"] is None
+    _, out, _ = paceline(folder, prompts, *OPTIONS, *drawn, "--dtype", "bfloat16")
+    assert "lossless: not compared, tokens are drawn and bfloat16 rounds" in out
+    assert "temperature 1.5" in out
+
+
+def test_draws_by_another_seed_are_a_mismatch(run: Run, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from paceline.recipes import evaluate as recipe
+
+    whole = recipe.generate
+    other = Sampling(1.5, 0, 1.0, 99)
+    monkeypatch.setattr(recipe, "generate", lambda *args, **how: whole(*args, **how | {"sampling": other}))
+    status, _, err = paceline(run(), prompts, *OPTIONS, "--temperature", 1.5)
+    assert status == 1
+    assert "Speculative and plain decoding differ in" in err
+
+
 def test_bfloat16_counts_near_ties_and_goes_on(run: Run, prompts: Path) -> None:
     told = report(run(), prompts, *OPTIONS, "--dtype", "bfloat16")
     assert told["lossless"]
@@ -187,7 +214,7 @@ def test_a_real_mismatch_ends_with_status_1_and_keeps_the_report(
     assert status == 1
     assert "lossless (float32): NO; of 6 answers 0 part at near ties, 1 differ" in out
     assert err == (
-        "error: Speculative and plain greedy decoding differ in 1 of 6 answers, first at (prompt, token) (4, 3), by "
+        "error: Speculative and plain decoding differ in 1 of 6 answers, first at (prompt, token) (4, 3), by "
         "more than a near tie in float32: see run/evaluation.json.\n"
     )
     assert json.loads(Path("run/evaluation.json").read_text())["first_difference"] == [4, 3]

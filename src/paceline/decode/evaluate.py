@@ -12,6 +12,7 @@ from typing import Any
 
 from paceline.decode.generate import generate
 from paceline.decode.protocol import Target
+from paceline.decode.sampling import Sampling
 from paceline.decode.speculate import speculate
 from paceline.drafter.ends import FrozenEnds
 from paceline.drafter.model import Drafter
@@ -67,6 +68,7 @@ def measure_speedup(
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
+    sampling: Sampling,
     progress: Callable[[int, int], None],
 ) -> dict[str, float]:
     """Return the speed of plain and of speculative decoding, one prompt at a time, and their ratio.
@@ -74,13 +76,14 @@ def measure_speedup(
     Prompt passes are in both. The two take turns, so a machine that slows down slows both.
     """
     seconds, tokens = {"plain": 0.0, "speculative": 0.0}, {"plain": 0, "speculative": 0}
+    how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "rows": 1, "sampling": sampling}
     for at, prompt in enumerate(prompts):
         for kind in seconds:
             began = time.perf_counter()
             if kind == "plain":
-                finished = list(generate(target, [prompt], max_new_tokens=max_new_tokens, rows=1))
+                finished = list(generate(target, [prompt], **how))
             else:
-                finished = list(speculate(target, drafter, ends, [prompt], max_new_tokens=max_new_tokens, rows=1))
+                finished = list(speculate(target, drafter, ends, [prompt], **how))
             seconds[kind] += time.perf_counter() - began
             tokens[kind] += len(finished[0][1].token_ids)
         progress(at + 1, len(prompts))

@@ -93,6 +93,8 @@ def _category_lines(categories: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _lossless_line(report: dict[str, Any]) -> str:
+    if report["lossless"] is None:
+        return f"lossless: not compared, tokens are drawn and {report['dtype']} rounds"
     line = f"lossless ({report['dtype']}): {'yes' if report['lossless'] else 'NO'}"
     wrong, near, gap = report["mismatches"], report["near_ties"], report["largest_gap"]
     if wrong or near:
