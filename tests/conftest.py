@@ -134,7 +134,7 @@ def save_rows(folder: Path, rows: list[tuple[list[int], int]], origin: Origin) -
     with writing(folder, overwrite=True) as writer:
         for line, (ids, prompt) in enumerate(rows, 1):
             mask = np.arange(len(ids)) >= prompt
-            writer.add(np.array(ids), mask, len(anchor_candidates(mask)), line=line)
+            writer.add(np.array(ids, dtype=np.int64), mask, len(anchor_candidates(mask)), line=line)
         writer.complete(origin)
     return folder
 

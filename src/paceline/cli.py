@@ -278,6 +278,8 @@ def _verify(folders: list[Path], console: Console, json: bool) -> None:
     text = (
         f"{summary['shards']} shards, {summary['bytes']:,} bytes, {summary['rows']:,} rows: all as their manifests say."
     )
+    if bad := summary["rows_without_anchors"]:
+        text += f" {bad:,} rows have no two supervised tokens in a row, so `train` sets them aside."
     finish(console, json, summary, text)
 
 

@@ -110,5 +110,11 @@ def generate(
         server_timeout_s=server_timeout,
     )
     console = Console(json=json)
-    summary = generate_completions(prompts, out, asked, console=console, overwrite=overwrite, retry_errors=retry_errors)
+    try:
+        summary = generate_completions(
+            prompts, out, asked, console=console, overwrite=overwrite, retry_errors=retry_errors
+        )
+    except KeyboardInterrupt:
+        console.line(f"  what was finished is kept in {out}: run the same command again to go on")
+        raise
     finish(console, json, summary, generated_text(summary))

@@ -68,6 +68,6 @@ def read_template_arg(text: str) -> tuple[str, Any]:
 def finish(console: Console, json: bool, result: object, text: str) -> None:
     """Print a verb's result: as JSON, or in words."""
     if json:
-        typer.echo(jsonlib.dumps(result, indent=2))
+        console.result(jsonlib.dumps(result, indent=2))
     elif text:
         console.line(text)

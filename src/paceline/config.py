@@ -88,6 +88,7 @@ class DataSettings(Section):
         "samples", description="drawn anew each epoch: who is in a batch (samples), or only the order of batches"
     )
     prefetch: Count = Field(8, description="micro-batches that are built ahead")
+    bad_rows: float = Field(0.01, ge=0, lt=1, description="share of a dataset's rows that may be set aside as damaged")
 
     @property
     def folders(self) -> tuple[str, ...]:
@@ -190,7 +191,10 @@ class CheckpointSettings(Section):
     every_steps: Count | None = Field(None, description="optimizer steps between two saves, instead of every_minutes")
     keep: Count = Field(2, description="newest checkpoints that stay; while one is written, it comes on top")
     on_full_disk: Literal["stop", "wait"] = Field("stop", description="what the run does until there is room again")
-    grace_s: float = Field(60.0, gt=0, le=1e6, description="longest a stop may take, from SIGTERM or SIGINT on, in s")
+    grace_s: float = Field(60.0, gt=0, le=1e6, description="longest a stop may take, from SIGTERM or a notice on, in s")
+    notice_file: str | None = Field(
+        None, min_length=1, description="file whose appearance asks the run to save and stop, as SIGTERM does"
+    )
 
 
 class EvaluateSettings(Section):

@@ -112,8 +112,8 @@ class StepReport:
 
     @property
     def loss(self) -> float:
-        """Weighted mean cross-entropy of the step, in nats."""
-        return self.loss_sum / self.weight_sum
+        """Weighted mean cross-entropy of the step, in nats; 0 where all of its rows are set aside."""
+        return self.loss_sum / self.weight_sum if self.weight_sum else 0.0
 
     @property
     def acceptance(self) -> float:

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from paceline.bench.memory import OwnPeak, TreePeak, memory_of
 from paceline.bench.processes import Ran, run_child
 from paceline.bench.sparse import write_sparse_dataset
 from paceline.data.manifest import load_manifest
+from paceline.data.store import CompletionDataset
 from paceline.observe.console import Console
 from paceline.records import RunError, UserError
 
@@ -185,16 +186,16 @@ def test_a_pass_of_the_loader_has_its_peak_before_the_first_micro_batch(
     assert found["peak_mib"] > max(found["held_mib"]) + 48
 
 
-def test_a_pass_of_the_loader_in_a_child(tmp_path: Path) -> None:
+def test_a_pass_of_the_loader_in_a_child(make_dataset: Callable[..., CompletionDataset]) -> None:
     lengths = run_lengths(300)
-    write_sparse_dataset(tmp_path / "data", lengths)
-    found = run_child("load", tmp_path / "data")
+    dataset = make_dataset([([5] * length, length // 2) for length in lengths.tolist()])
+    found = run_child("load", dataset.folder)
     assert (found["rows"], found["tokens"]) == (300, int(lengths.sum()))
     assert 10 < min(found["held_mib"]) <= found["peak_mib"] + 1
 
 
 def test_a_pass_that_is_ended_early(tmp_path: Path) -> None:
-    write_sparse_dataset(tmp_path / "data", run_lengths(3000))
+    write_sparse_dataset(tmp_path / "data", run_lengths(3000), masks=True)
     found = run_child("load", tmp_path / "data", 1000)
     assert 1000 <= found["rows"] < 1100
     assert len(found["held_mib"]) == child._LOOKS

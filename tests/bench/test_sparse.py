@@ -9,6 +9,7 @@ import pytest
 
 from paceline.bench import sparse
 from paceline.bench.lengths import run_lengths
+from paceline.blocks import anchor_candidates
 from paceline.data.store import open_dataset
 
 
@@ -51,3 +52,13 @@ def test_a_sparse_dataset_opens_as_one(tmp_path: Path, monkeypatch: pytest.Monke
         assert not ids.any()
     assert size.apparent_bytes > 4 * lengths.sum()
     assert size.disk_bytes < size.apparent_bytes / 10
+
+
+def test_masks_are_as_the_candidates_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sparse, "_BATCH_TOKENS", 20_000)
+    lengths = np.array([2, 3, 2, *run_lengths(40), 2], dtype=np.int32)
+    _, size = sparse.write_sparse_dataset(tmp_path / "data", lengths, masks=True)
+    dataset = open_dataset(tmp_path / "data")
+    found = [len(anchor_candidates(dataset.row(row)[1])) for row in range(len(dataset))]
+    assert found == dataset.candidates.tolist() == np.maximum(lengths // 2, 1).tolist()
+    assert size.disk_bytes < size.apparent_bytes

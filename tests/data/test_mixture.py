@@ -135,7 +135,7 @@ def test_batches_are_counted_without_a_plan(make_dataset: Make, layout: str, wei
 
 
 def test_edges_are_the_best_for_the_rows_at_their_weights(make_dataset: Make) -> None:
-    short, long = make_dataset([([5] * n, 1) for n in range(2, 40)], "short"), make_dataset([([5] * 50, 1)] * 9, "long")
+    short, long = make_dataset([([5] * n, 1) for n in range(3, 40)], "short"), make_dataset([([5] * 50, 1)] * 9, "long")
     data = DATA.model_copy(update={"buckets": 2, "align": 1})
     for weights, times in (((1.0, 1.0), (1, 1)), ((0.1, 2.5), (1, 25)), ((3.0, 1.0), (3, 1))):
         lengths = np.concatenate([np.repeat(short.lengths, times[0]), np.repeat(long.lengths, times[1])])

@@ -494,3 +494,17 @@ def test_a_dataset_made_of_a_dataset_is_the_same(run: Callable[..., dict[str, An
     assert {key: again[key] for key in ("rows", "tokens", "supervised_tokens", "fingerprint")} == {
         key: first[key] for key in ("rows", "tokens", "supervised_tokens", "fingerprint")
     }
+
+
+def test_a_disk_that_may_be_too_small_is_told_early(
+    run: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes: list[str] = []
+    run([GOOD] * 20, on_note=notes.append)
+    assert notes == []
+    monkeypatch.setattr("paceline.recipes.prepare.free_bytes", lambda place: 100)
+    run([GOOD] * 20, on_note=notes.append)
+    assert notes == [], "it is found finished"
+    run([GOOD] * 20, on_note=notes.append, overwrite=True)
+    assert len(notes) == 1
+    assert notes[0].startswith(f"Warning: the disk of {tmp_path / 'out'} has 0 MiB free, and the inputs have 0: a ")

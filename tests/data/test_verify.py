@@ -168,3 +168,10 @@ def test_closing_ends_the_background_check(
     check.close()
     assert "checksum" not in {thread.name for thread in threading.enumerate()}
     check.look()
+
+
+def test_rows_without_anchors_are_counted(make_dataset: Callable[..., CompletionDataset]) -> None:
+    """Also where a chunk begins and ends with empty rows, or holds nothing else."""
+    rows = [([], 0), ([5, 6, 7], 1), ([], 0), ([5, 6, 7], 3), ([5, 6, 7, 8], 1), ([], 0)]
+    summary = verify_datasets([make_dataset(rows).folder, make_dataset([([], 0)], "empty").folder])
+    assert (summary["rows"], summary["rows_without_anchors"]) == (7, 5)

@@ -10,7 +10,7 @@ import random
 import runpy
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -132,8 +132,19 @@ class Lab:
         self, run: Path, *options: str, slow_s: float = 0.0, fault: tuple[str, dict[str, object]] | None = None
     ) -> Child:
         """Start `paceline train`, with --resume where there is a run. `slow_s` and `fault`: see child.py."""
+        resume = ["--resume"] * (run / "settings.yaml").exists()
+        return self.command("train", f"{run}.yaml", *options, *resume, run=run, slow_s=slow_s, fault=fault)
+
+    def command(
+        self,
+        *arguments: object,
+        run: Path | None = None,
+        slow_s: float = 0.0,
+        fault: tuple[str, dict[str, object]] | None = None,
+    ) -> Child:
+        """Start `paceline` with some arguments; `run` is the folder whose events tell how far it is."""
         given = {
-            "ARGUMENTS": ["train", f"{run}.yaml", *options, *["--resume"] * (run / "settings.yaml").exists()],
+            "ARGUMENTS": [str(argument) for argument in arguments],
             "OUTPUT": str(self._folder / f"output-{len(self.children)}.txt"),
             "SLOW_S": slow_s,
             "FAULT": fault,
@@ -142,7 +153,7 @@ class Lab:
         }
         process = self._server.Process(target=runpy.run_path, args=(str(CHILD), given, "__main__"))
         process.start()
-        self.children.append(Child(process, Path(given["OUTPUT"]), run))
+        self.children.append(Child(process, Path(given["OUTPUT"]), run or self._folder))
         return self.children[-1]
 
     def finished(self, run: Path, *options: str) -> Path:
@@ -161,8 +172,17 @@ class Lab:
         """Return a trained drafter's file."""
         return (run / "drafter" / "model.safetensors").read_bytes()
 
-    def assert_equal(self, run: Path, whole: Path) -> None:
-        """Both runs told the same of every step and held-out loss, leave the same weights, and nothing else."""
+    def assert_left_nothing(self) -> None:
+        """No process has left anything in the folder of temporary files or in shared memory, however it ended."""
+        temporary = self._folder / "tmp"
+        assert not temporary.exists() or os.listdir(temporary) == []
+        pids = [str(child.pid) for child in self.children]
+        assert not [name for name in os.listdir("/dev/shm") if any(pid in name for pid in pids)]
+
+    def assert_equal(self, run: Path, whole: Path, besides: Collection[str] = ()) -> None:
+        """Both runs told the same of every step and held-out loss, leave the same weights and files, and nothing else
+        but files of the names `besides`.
+        """
         assert steps(run) == steps(whole)
         assert steps(run, "held_out") == steps(whole, "held_out")
         one, other = (load_file(folder / "drafter" / "model.safetensors") for folder in (run, whole))
@@ -171,10 +191,8 @@ class Lab:
         assert (run / ".lock").read_text() == ""
         names = {".lock", "settings.yaml", "provenance.json", "events.jsonl", "drafter", "checkpoints"}
         names |= {path.name for path in whole.glob("quarantine.jsonl")}
-        assert {path.name for path in run.iterdir()} | {"checkpoints"} == names
-        assert os.listdir(self._folder / "tmp") == []
-        pids = [str(child.pid) for child in self.children]
-        assert not [name for name in os.listdir("/dev/shm") if any(pid in name for pid in pids)]
+        assert {path.name for path in run.iterdir()} | {"checkpoints"} == names | {*besides}
+        self.assert_left_nothing()
         assert best_of(run) == best_of(whole)
         if not (run / "checkpoints").exists():
             return

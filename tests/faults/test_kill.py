@@ -29,6 +29,7 @@ def killed_and_resumed(lab: Any, run: Path, seed: int, kills: int) -> tuple[list
             child.send(signal.SIGKILL)
         status = child.status()
         assert status in (-signal.SIGKILL, 0), child.text()
+        lab.assert_left_nothing()
         hit += status != 0
         if (run / "drafter").exists():
             return moments, hit

@@ -1,6 +1,8 @@
-"""Progress where there is no terminal: a line now and then, with the time left."""
+"""Progress where there is no terminal, with the time left; and a console whose reader has gone."""
 
 import io
+import os
+import pty
 from typing import Any
 
 import pytest
@@ -46,3 +48,14 @@ def test_a_note_stands_alone_and_without_a_total_nothing_is_left(monkeypatch: py
 
     assert lines(monkeypatch, work, 10) == ["  decode 3/10 30% busy"] * 2
     assert lines(monkeypatch, lambda tick: tick(3), None) == ["  decode 3"]
+
+
+def test_a_terminal_that_was_closed_fails_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal, stream = pty.openpty()
+    with os.fdopen(stream, "w") as out:
+        monkeypatch.setattr("sys.stdout", out)
+        console = Console()
+        console.line("somebody reads this")
+        os.close(terminal)
+        for _ in range(3):
+            console.line("and nobody this")

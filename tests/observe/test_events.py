@@ -1,4 +1,4 @@
-"""Events survive a killed process and a disk that is full for a while."""
+"""Events and what is quarantined survive a killed process and a disk that is full for a while."""
 
 import errno
 import json
@@ -41,7 +41,7 @@ def test_what_a_full_disk_does_not_take_is_written_later(tmp_path: Path) -> None
             self.file.close()
 
     with EventLog(tmp_path) as log:
-        disk = log._file = Disk(log._file)  # type: ignore[assignment]
+        disk = log._lines._file = Disk(log._lines._file)  # type: ignore[assignment]
         log.write("one")
         log.write("two")
         assert lines(tmp_path) == ['{"sch']
@@ -78,3 +78,17 @@ def test_there_is_no_quarantine_file_while_nothing_is_in_it(tmp_path: Path) -> N
         ("rejected", 1, 3, "nan"),
         ("rejected", 1, 4, "nan"),
     ]
+
+
+def test_a_quarantine_is_made_with_its_first_line_and_read_without_torn_ones(tmp_path: Path) -> None:
+    with Quarantine(tmp_path) as quarantine:
+        assert quarantine.entries() == []
+        assert not list(tmp_path.iterdir())
+        quarantine.write("quarantined", reason="out of vocabulary", row=3)
+    path = tmp_path / "quarantine.jsonl"
+    path.write_text(path.read_text() + '{"event": "quarantined", "ro')
+    with Quarantine(tmp_path) as quarantine:
+        quarantine.write("quarantined", reason="no tokens", row=4)
+        found = [(entry["event"], entry["reason"], entry["row"]) for entry in quarantine.entries()]
+    assert found == [("quarantined", "out of vocabulary", 3), ("quarantined", "no tokens", 4)]
+    assert all(entry["schema"] == 1 and entry["t"] > 0 for entry in quarantine.entries())

@@ -206,13 +206,36 @@ def test_no_row_of_it_is_kept_as_one_of_training(settings: Any, monkeypatch: pyt
     assert sorted(rows) == list(range(24 + ROWS))
 
 
+def test_bad_rows_of_it_are_set_aside_and_told_once(settings: Any, write_dataset: Callable[..., Path]) -> None:
+    """It is the loss of the rows that are left, whatever the bad ones held."""
+    good = held_rows()
+    bad = [*good[:2], ([], 0), *good[2:5], ([*good[5][0][:-1], 5000], good[5][1]), *good[6:]]
+    more = {"data": {"bad_rows": 0.2}, "train": {"max_steps": 6}}
+    found = {}
+    for name, rows in (("left", [*good[:5], *good[6:]]), ("bad", bad)):
+        evaluate = {"held_out": str(write_dataset(rows, name)), "max_rows": 99}
+        found[name], weights = run(settings(f"run-{name}", evaluate=evaluate, **more))
+        assert weights
+    told = of(found["bad"], "quarantined")
+    assert [(event["row"], event["reason"]) for event in told] == [(2, "no tokens"), (6, "out of vocabulary")]
+    assert of(found["bad"], "trained")[0]["quarantined_rows"] == 2
+    assert of(found["left"], "quarantined") == []
+    assert [event["steps"] for event in of(found["bad"], "held_out")] == [3, 6]
+    assert of(found["bad"], "step") == of(found["left"], "step")
+    drawn = sum(min(4, len(ids) - prompt - 1) for ids, prompt in [*good[:5], *good[6:]])
+    assert {event["blocks"] for name in found for event in of(found[name], "held_out")} == {drawn}
+
+
 def test_a_damaged_row_of_it_ends_the_run_with_its_place(settings: Any) -> None:
     tree = settings("damaged")
     manifest = Path(tree.evaluate.held_out) / "manifest.json"
     told = json.loads(manifest.read_text())
     ids = max(max(row) for row, _ in held_rows()[:ROWS])
     manifest.write_text(json.dumps({**told, "largest_id": ids - 1}))
-    with pytest.raises(RunError, match=rf"row \d+ of {tree.evaluate.held_out} holds {ids}: the dataset is damaged"):
+    sentence = (
+        rf"1 of the 14 of {tree.evaluate.held_out} are, row \d+ because it holds the id {ids}, .*0\.\.{ids - 1}: the"
+    )
+    with pytest.raises(RunError, match=sentence):
         train(tree, console=Console(json=True))
 
 

@@ -100,12 +100,14 @@ def test_several_datasets_at_their_weights(
     assert [made["folder"] for made in provenance["dataset"]] == folders
 
 
-def test_a_damaged_row_ends_the_run_with_its_place(settings: Any) -> None:
+def test_too_many_damaged_rows_end_the_run_with_the_place_of_one(settings: Any) -> None:
     tree = settings("damaged")
     manifest = Path(tree.data.dataset) / "manifest.json"
     told = json.loads(manifest.read_text())
     manifest.write_text(json.dumps({**told, "largest_id": told["largest_id"] - 1}))
-    sentence = rf"row \d+ of {tree.data.dataset} holds {told['largest_id']}: the dataset is damaged\. .* --verify"
+    sentence = (
+        rf"of {tree.data.dataset} are, row \d+ because it holds the id {told['largest_id']}, .*damaged\. .* --verify"
+    )
     with pytest.raises((RunError, UserError), match=sentence):
         train(tree, console=Console(json=True))
     assert not [thread.name for thread in threading.enumerate() if thread.name == "prefetch"]

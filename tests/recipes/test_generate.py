@@ -13,7 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from paceline.cli import app
+from paceline.cli_options import finish
 from paceline.data.completions import load_ledger, save_ledger
 from paceline.data.prompt_file import PromptLines
 from paceline.decode.requests import Request
@@ -588,6 +591,39 @@ def test_a_lock_that_is_not_ours_is_not_touched(overwrite: bool) -> None:
         run("part", overwrite=overwrite)
     assert Path("thesis.txt").read_text() == "years of work"
     assert Path("text/.lock").read_text() == "pid 7"
+
+
+@pytest.mark.parametrize("lock", [False, True])
+def test_a_folder_that_stayed_empty_is_as_it_was(lock: bool) -> None:
+    """Refused before anything was written into it."""
+    written({"prompt": ""}, {"prompt": ""})
+    Path("out").mkdir()
+    if lock:
+        Path("out/.lock").touch()
+    with pytest.raises(UserError):
+        run(max_quarantined=0.0)
+    assert [path.name for path in Path("out").iterdir()] == [".lock"] * lock
+
+
+def test_a_result_that_cannot_be_written_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        with pytest.raises(RunError, match=r"^Standard output cannot be written: No space left on device\. Send it"):
+            finish(Console(json=True), True, {"rows": 3}, "3 rows")
+        full.flush()  # as Python does at its end
+
+
+def test_an_interrupt_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch, tiny_folder: Path) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    written({"prompt": "w5"})
+    monkeypatch.setattr(recipe, "generate_completions", interrupted)
+    done = CliRunner().invoke(
+        app, ["generate", "p.jsonl", "--target", str(tiny_folder), "--out", "out", "--device", "cpu"]
+    )
+    assert done.exit_code == 130
+    assert "what was finished is kept in out: run the same command again to go on" in done.output
 
 
 def test_two_commands_do_not_share_a_folder() -> None:

@@ -79,7 +79,6 @@ def test_another_mask_token_is_looked_for_in_every_dataset(
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"largest_id": 128}, r"Token ids must lie in 0\.\.127 .*two holds 128: the dataset is damaged"),
         ({"longest": 5000}, r"data\.max_length \(4,096\) tokens, but .*two has one of 5,000"),
         ({"origin": {"tokenizer": "a" * 64}}, r"^Dataset .*two was prepared with the tokenizer of "),
     ],
@@ -87,6 +86,35 @@ def test_another_mask_token_is_looked_for_in_every_dataset(
 def test_every_dataset_of_a_mixture_is_checked(check: Check, changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         check(**changes)
+
+
+def test_ids_beyond_the_vocabulary_are_looked_for_where_the_manifest_says_that_there_are(
+    settings: RunSettings, tiny: TargetFacts, write_dataset: Callable[..., Path]
+) -> None:
+    """Few such rows are set aside when they are read; more are known before anything is loaded."""
+    write_dataset([([5, 6, 7], 1)] * 150 + [([5, 128, 7], 1), ([5, 6, 999, 7], 1)] + [([5, 6, 7], 1)] * 48, "two")
+    for share in (0.01, 0.009):
+        tree = settings.model_copy(update={"data": settings.data.model_copy(update={"bad_rows": share})})
+        mixture = open_mixture(tree.data, vocab_size=tiny.vocab_size)
+        if share == 0.01:
+            check_inputs(tree, tiny, mixture, Console(json=False))
+            continue
+        said = r"0\.90% .* 2 of the 200 of .*two are, row 150 because it holds the id 128, and ids lie in 0\.\.127:"
+        with pytest.raises(UserError, match=said):
+            check_inputs(tree, tiny, mixture, Console(json=False))
+
+
+def test_too_many_rows_without_anchors_are_refused_at_opening(
+    settings: RunSettings, write_dataset: Callable[..., Path]
+) -> None:
+    write_dataset([([5, 6, 7], 1)] * 97 + [([], 0), ([5, 6, 7], 3), ([5, 6, 7], 2)], "two")
+    for share, row in ((0.03, None), (0.02, 97)):
+        data = settings.data.model_copy(update={"bad_rows": share})
+        if row is None:
+            assert [left.tolist() for left in open_mixture(data).left_out] == [[], [97, 98, 99]]
+            continue
+        with pytest.raises(UserError, match=r"2\.00% .* 3 of the 100 of .*two are, row 97 because it has no tokens"):
+            open_mixture(data)
 
 
 def test_a_run_lies_in_none_of_its_datasets(tmp_path: Path) -> None:
@@ -104,7 +132,6 @@ def test_the_held_out_dataset_is_checked_like_the_others(check: Check, write_dat
 
     check(held_out=held(10))
     for changes, sentence in (
-        ({"largest_id": 128}, r"Token ids must lie in 0\.\.127 .*held holds 128: the dataset is damaged"),
         ({"longest": 5000}, r"data\.max_length \(4,096\) tokens, but .*held has one of 5,000"),
         (
             {"origin": replace(held(10).manifest.origin, tokenizer="a" * 64)},
@@ -113,6 +140,8 @@ def test_the_held_out_dataset_is_checked_like_the_others(check: Check, write_dat
     ):
         with pytest.raises(UserError, match=sentence):
             check(held_out=held(10, **changes))
+    with pytest.raises(UserError, match=r"1\.00% .* of .*held are, row 0 because it holds the id 128, .* 0\.\.127:"):
+        check(held_out=held(128))
     with pytest.raises(UserError, match=r"token 12 is in row 0 of .*held\. Choose another id"):
         check(held_out=held(12), mask=12)
 

@@ -14,9 +14,11 @@ from safetensors.torch import load_file
 from paceline.cli import _resumed
 from paceline.config import RunSettings
 from paceline.observe.console import Console
+from paceline.observe.quarantine import Quarantine
 from paceline.recipes import train_resume
 from paceline.recipes.train import train
 from paceline.recipes.train_stop import StopRequest
+from paceline.recipes.train_tell import known_rows
 from paceline.records import Interrupted, UserError
 
 
@@ -297,3 +299,11 @@ def test_the_room_that_is_asked_for_is_what_is_written(settings: Any, stopped: A
         written = sum(path.stat().st_size for path in place.glob("*.safetensors"))
         assert train_resume.state_bytes(tree, tiny) == pytest.approx(written, rel=0.01, abs=20_000)
         shutil.rmtree(place.parent)
+
+
+def test_rows_that_were_set_aside_are_known_again_and_rejected_steps_are_none(tmp_path: Path) -> None:
+    with Quarantine(tmp_path) as quarantine:
+        quarantine.write("quarantined", reason="no tokens", fingerprint="f", row=3)
+        quarantine.write("rejected", step=2, fingerprint="f", row=4, rows=[{"row": 5, "dataset": "d"}])
+    with Quarantine(tmp_path) as quarantine:
+        assert known_rows(quarantine) == [("f", 3)]

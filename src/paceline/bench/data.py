@@ -221,7 +221,7 @@ def _memory_of_long_rows(place: Path, rows: int) -> Result:
     counts = (min(FEW_ROWS, rows), rows)
     for count in counts:
         folder = place / "sparse"
-        write_sparse_dataset(folder, run_lengths(count))
+        write_sparse_dataset(folder, run_lengths(count), masks=True)
         passes.append([run_child("load", folder, LONG_PASS_ROWS) for _ in range(PASSES)])
         shutil.rmtree(folder)
     return {"loader_memory_long_rows": _loader_memory(counts, passes)}

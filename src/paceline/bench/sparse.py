@@ -1,7 +1,8 @@
 """Datasets of full apparent size on little disk: the ids are zero and the file system keeps no pages for them.
 
-Everything that opening and planning read is real: rows, offsets, record batches, shards and the manifest. Checksums are
-made up: they would take longer to compute than all the rest, and neither compares them.
+Everything that opening and planning read is real: rows, offsets, record batches, shards and the manifest; where rows
+are to be read, masks too, at a bit a token. Checksums are made up: they would take longer to compute than all the rest,
+and neither compares them.
 
 Shapes: N rows, n rows of a record batch.
 """
@@ -74,15 +75,20 @@ class SparseSize:
     disk_bytes: int
 
 
-def write_sparse_dataset(folder: Path, lengths_N: Int[np.ndarray, " N"]) -> tuple[Manifest, SparseSize]:
-    """Write a dataset with rows of these lengths, all of whose ids are zero and unsupervised; the folder is made."""
+def write_sparse_dataset(
+    folder: Path, lengths_N: Int[np.ndarray, " N"], *, masks: bool = False
+) -> tuple[Manifest, SparseSize]:
+    """Write a dataset with rows of these lengths, all of whose ids are zero; the folder is made.
+
+    With `masks`, each row's last tokens are supervised, as many as its candidates need; else none is.
+    """
     folder.mkdir(parents=True)
     parts = [lengths_N[at : at + _SHARD_ROWS] for at in range(0, len(lengths_N), _SHARD_ROWS)]
     shards = []
     for index, part in enumerate(parts):
         name = shard_name(index, len(parts))
         with SparseFile(folder / name) as sink, pa.ipc.new_stream(pa.PythonFile(sink, "w"), SCHEMA) as stream:
-            for batch in _batches(part):
+            for batch in _batches(part, masks):
                 stream.write_batch(batch)
         shards.append((name, _facts(folder / name, part)))
     files = [(folder / name).stat() for name, _ in shards]
@@ -90,25 +96,35 @@ def write_sparse_dataset(folder: Path, lengths_N: Int[np.ndarray, " N"]) -> tupl
     return seal(folder, shards, ORIGIN), size
 
 
-def _batches(lengths_N: Int[np.ndarray, " N"]) -> Iterator[pa.RecordBatch]:
+def _batches(lengths_N: Int[np.ndarray, " N"], masks: bool) -> Iterator[pa.RecordBatch]:
     longest = _BATCH_TOKENS + int(lengths_N.max())
     ids = pa.array(np.zeros(longest, dtype=np.int32))  # all batches share these zeros
-    masks = pa.Array.from_buffers(pa.bool_(), longest, [None, pa.py_buffer(bytes(longest // 8 + 1))])
+    unmarked = pa.Array.from_buffers(pa.bool_(), longest, [None, pa.py_buffer(bytes(longest // 8 + 1))])
     batch_N = np.cumsum(lengths_N, dtype=np.int64) // _BATCH_TOKENS
     line = 1
     for length_n in np.split(lengths_N, np.flatnonzero(np.diff(batch_N)) + 1):
         offsets = pa.array(np.concatenate([[0], np.cumsum(length_n)]).astype(np.int32))
-        tokens = int(length_n.sum())
+        tokens, candidates_n = int(length_n.sum()), np.maximum(length_n // 2, 1)
+        marks = _marks(length_n, candidates_n) if masks else unmarked[:tokens]
         columns = [
             pa.ListArray.from_arrays(offsets, ids[:tokens]),
-            pa.ListArray.from_arrays(offsets, masks[:tokens]),
-            pa.array(np.maximum(length_n // 2, 1), pa.int32()),
+            pa.ListArray.from_arrays(offsets, marks),
+            pa.array(candidates_n, pa.int32()),
             pa.array(np.zeros(len(length_n), dtype=np.int32)),
             pa.array(np.arange(line, line + len(length_n), dtype=np.int32)),
             pa.array(np.zeros(len(length_n), dtype=np.int32)),
         ]
         line += len(length_n)
         yield pa.record_batch(columns, schema=SCHEMA)
+
+
+def _marks(length_n: Int[np.ndarray, " n"], candidates_n: Int[np.ndarray, " n"]) -> pa.Array:
+    """Return the masks of rows end to end, in which each one's last tokens are supervised."""
+    ends = np.cumsum(length_n)
+    turns_T = np.zeros(int(ends[-1]) + 1, dtype=np.int8)
+    turns_T[ends - candidates_n - 1] += 1
+    turns_T[ends] -= 1
+    return pa.array(np.cumsum(turns_T[:-1], dtype=np.int8).view(np.bool_))
 
 
 def _facts(path: Path, lengths_N: Int[np.ndarray, " N"]) -> ShardFacts:

@@ -79,7 +79,8 @@ def _replace(folder: Path, aside: Path) -> None:
 def write_whole(path: Path, text: str) -> None:
     """Replace a file of a run folder that this process owns; a reader finds the old text or the new one."""
     aside = path.with_name(f".{path.name}.new")
-    with aside.open("w", encoding="utf-8") as file:
+    aside.unlink(missing_ok=True)  # of a killed process, or a link to somewhere else
+    with aside.open("x", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

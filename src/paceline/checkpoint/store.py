@@ -52,7 +52,7 @@ class Saved:
 
     def tensors(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield file, name and tensor, one at a time: a rank needs no second copy of all in host memory."""
-        for path in sorted(self.folder.glob("*.safetensors")):
+        for path in (self.folder / name for name in _TENSORS):
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 - not a dict
                     yield path.stem, name, file.get_tensor(name)
@@ -130,10 +130,10 @@ def prune(run: Path, steps: int, keep: int, *, good: int | None = None) -> None:
 
 
 def sweep(run: Path) -> None:
-    """Remove what a killed process had not finished. Only the owner of the run may."""
+    """Remove what a killed process had not finished, and nothing else. Only the owner of the run may."""
     folder = folder_of(run)
-    for path in folder.glob(".*"):
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for path in (found for name in (".step-*", ".latest.*", ".best.*") for found in folder.glob(name)):
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def point_best(run: Path, steps: int | None) -> bool:
@@ -221,6 +221,8 @@ def go_back(run: Path, saved: Saved, keep: int) -> None:
 
 def _pointed(run: Path, pointer: str) -> int:
     path, what = folder_of(run) / pointer, {"latest": "newest", "best": "best"}[pointer]
+    if path.is_symlink():
+        raise Damaged(f"{path} must name the {what} checkpoint, but it is a link.")
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -232,8 +234,11 @@ def _pointed(run: Path, pointer: str) -> int:
 
 
 def _open(run: Path, steps: int, needed: Sequence[str] = _TENSORS) -> Saved:
-    """Return a checkpoint after its state and the files `needed` were checked; by default all that it lists."""
+    """Return a checkpoint after its state and the files `needed` were checked; by default all that it may have."""
     place = _place(run, steps)
+    for path in (place, place / "manifest.json"):
+        if path.is_symlink():
+            raise Damaged(f"Checkpoint {place} is damaged: {path.name} is a link.")
     try:
         manifest = json.loads((place / "manifest.json").read_text())
         files = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
@@ -242,16 +247,19 @@ def _open(run: Path, steps: int, needed: Sequence[str] = _TENSORS) -> Saved:
         raise Damaged(f"Checkpoint {place} is damaged: manifest.json cannot be read ({_cause(error)}).") from None
     if known != FORMAT:
         raise Damaged(f"Checkpoint {place} has format {known}, and this paceline reads {FORMAT}.")
-    for name in sorted({_STATE, *needed, *(files if needed is _TENSORS else ())}):
+    for name in sorted({_STATE, *needed, *files}):
         if name not in files:
             raise Damaged(f"Checkpoint {place} is damaged: manifest.json does not list {name}.")
-        _check(place, name, *files[name])
+        if name not in (_STATE, *_TENSORS):
+            raise Damaged(f"Checkpoint {place} is damaged: manifest.json lists {name!r:.80}, which is no file of one.")
+        if name in (_STATE, *needed):
+            _check(place, name, *files[name])
     return Saved(place, steps, json.loads((place / _STATE).read_text()))
 
 
 def _check(place: Path, name: str, nbytes: int, sha256: str) -> None:
     try:
-        with (place / name).open("rb") as file:
+        with open(os.open(place / name, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size != nbytes:
                 raise Damaged(

@@ -127,7 +127,7 @@ class Chunks:
                 mask_T = self._read_marks(chunk, int(offsets[first]), int(offsets[behind]))
                 pairs_T = mask_T.copy()
                 pairs_T[:-1] &= mask_T[1:]
-                pairs_T[ends[1:] - 1] = False  # a row's last token is followed by none of its own
+                pairs_T[ends[1:][np.diff(ends) > 0] - 1] = False  # a row's last token is followed by none of its own
                 yield _row_sums(mask_T, ends), _row_sums(pairs_T, ends)
                 first = behind
 
@@ -146,4 +146,7 @@ class Chunks:
 
 
 def _row_sums(marks_T: Bool[np.ndarray, " T"], ends: Int[np.ndarray, " ends"]) -> Int[np.ndarray, " n"]:
-    return np.add.reduceat(marks_T, ends[:-1], dtype=np.int32)  # no row is empty
+    sums_n = np.zeros(len(ends) - 1, dtype=np.int32)
+    filled_n = np.flatnonzero(np.diff(ends))  # reduceat gives an empty row the mark behind it
+    sums_n[filled_n] = np.add.reduceat(marks_T, ends[:-1][filled_n], dtype=np.int32)
+    return sums_n

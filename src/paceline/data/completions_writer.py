@@ -40,7 +40,7 @@ _OWN = re.compile(r"\.lock|completions\.json|(completions|quarantine)-\d{5,}\.js
 def claimed(folder: Path, *, overwrite: bool) -> Iterator[Ledger | None]:
     """Make the folder, keep other processes out of it until the block ends, and yield the ledger that is in it.
 
-    A folder into which nothing was written is gone again at the end.
+    A folder into which nothing was written is gone again at the end, or is as it was.
 
     Raises:
         UserError: another process is in it, it holds something that is not ours for certain, or the place cannot be
@@ -50,6 +50,7 @@ def claimed(folder: Path, *, overwrite: bool) -> Iterator[Ledger | None]:
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file, and completions go to a folder. Choose another --out.")
     made = [path for path in (folder, *folder.parents) if not path.exists()]
+    empty = not folder.exists() or not any(folder.iterdir())
     with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         _check_own(folder, overwrite=overwrite)
@@ -64,7 +65,7 @@ def claimed(folder: Path, *, overwrite: bool) -> Iterator[Ledger | None]:
         try:
             yield load_ledger(folder)
         finally:
-            if made and [path.name for path in folder.iterdir()] == [".lock"]:
+            if empty and [path.name for path in folder.iterdir()] == [".lock"]:
                 (folder / ".lock").unlink()
                 with suppress(OSError):  # somebody put something there
                     for path in made:

@@ -21,8 +21,11 @@ from paceline.config import DataSettings, TrainSettings
 from paceline.data.arrays import PIECE, Marks
 from paceline.data.mixture import Mixture, batches_of_epochs, plan_epoch
 from paceline.data.plan import Plan, width, widths
-from paceline.records import BlockSet, RunError, TokenBatch, UserError
+from paceline.data.set_aside import BadRow, SetAside, fault_when_read
+from paceline.data.store import CompletionDataset
+from paceline.records import BlockSet, TokenBatch, UserError
 
+OnBad = Callable[[CompletionDataset, BadRow], None]
 # Lengths and anchors of the epoch's rows from one up to another.
 Told = Callable[[int, int], tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]]
 
@@ -126,19 +129,22 @@ def micro_batches(
     *,
     first_step: int = 0,
     pin: bool = False,
+    set_aside: SetAside | None = None,
 ) -> Iterator[TokenBatch]:
     """Return the run's stream of micro-batches: all epochs, or up to train.max_steps.
 
     From optimizer step `first_step` on it is what a run from the start would see there, but that `seq` counts from 0;
-    no row before it is read. `pin` puts the tensors where a CUDA device copies from while the host goes on.
+    no row before it is read. `pin` puts the tensors where a CUDA device copies from while the host goes on. Rows that
+    turn out to be bad go to `set_aside`.
 
     Raises:
         UserError: a row does not fit train.context_slots (before the first micro-batch), or see plan.
-        RunError: while it is read: a row holds an id that the dataset has not.
+        RunError: while it is read: more than data.bad_rows of a dataset's rows are bad.
     """
     check_lengths(mixture, train)
     cuts = schedule(mixture, data, train, first_step=first_step)
-    return (build(mixture, cut, train, block_size, pin=pin) for cut in cuts)
+    aside = SetAside(data.bad_rows) if set_aside is None else set_aside
+    return (build(mixture, cut, train, block_size, pin=pin, on_bad=aside.add) for cut in cuts)
 
 
 def largest_micro_batch(mixture: Mixture, data: DataSettings, train: TrainSettings, block_size: int) -> TokenBatch:
@@ -268,11 +274,19 @@ def _cut_together(
     return np.sort(np.concatenate(ends))
 
 
-def build(mixture: Mixture, cut: Cut, train: TrainSettings, block_size: int, *, pin: bool = False) -> TokenBatch:
+def build(
+    mixture: Mixture,
+    cut: Cut,
+    train: TrainSettings,
+    block_size: int,
+    *,
+    pin: bool = False,
+    on_bad: OnBad = lambda dataset, bad: None,
+) -> TokenBatch:
     """Read the rows of a cut, draw their anchors and lay the samples end to end.
 
-    Raises:
-        RunError: a row holds an id that its dataset has not.
+    A row with ids that it may not have, or with another loss mask than the one that was counted, goes to `on_bad`; it
+    stays as long as it is, with ids 0 and no anchors.
     """
     rows = [mixture.row(row) for row in cut.rows]
     lengths_n = np.array([len(ids) for ids, _ in rows])
@@ -281,8 +295,14 @@ def build(mixture: Mixture, cut: Cut, train: TrainSettings, block_size: int, *, 
     ids_T = np.concatenate([ids for ids, _ in rows], dtype=np.int64, casting="same_kind")
     mask_T = np.concatenate([mask for _, mask in rows])
     largest_n = np.maximum.reduceat(ids_T.view(np.uint64), starts_n)  # a negative id is the largest of all
-    if (largest_n > mixture.largest_ids(cut.rows).astype(np.uint64)).any():
-        _check_ids(mixture, cut)
+    last_n = mixture.largest_ids(cut.rows)
+    wrong_n = largest_n > last_n.astype(np.uint64)
+    wrong_n |= _anchors_of(mask_T, starts_n, ends_n) != mixture.candidates_of(cut.rows)
+    for place in np.flatnonzero(wrong_n).tolist():
+        mine = slice(int(starts_n[place]), int(ends_n[place]))
+        dataset, row = mixture.find(cut.rows[place])
+        on_bad(dataset, fault_when_read(dataset, row, int(last_n[place])))
+        ids_T[mine], mask_T[mine] = 0, False
 
     # 1. The rows that the target computes.
     lengths, packed = lengths_n.tolist(), cut.layout == "packed"
@@ -335,16 +355,14 @@ def _draw(
     return np.concatenate(drawn), np.array([len(kept) for kept in drawn])
 
 
-def _check_ids(mixture: Mixture, cut: Cut) -> None:
-    for row in cut.rows:
-        dataset, _ = mixture.find(row)
-        ids, last = mixture.row(row)[0], dataset.manifest.largest_id
-        wrong = ids[(ids < 0) | (ids > last)]
-        if len(wrong):
-            raise RunError(
-                f"Token ids of {dataset.folder} lie in 0..{last:,} by its manifest, but {mixture.where(row)} holds "
-                f"{wrong[0]:,}: the dataset is damaged. Look at it with `paceline prepare {dataset.folder} --verify`."
-            )
+def _anchors_of(
+    mask_T: Bool[np.ndarray, " T"], starts_n: Int[np.ndarray, " n"], ends_n: Int[np.ndarray, " n"]
+) -> Int[np.ndarray, " n"]:
+    """Return how many positions of each sample may be anchors."""
+    pairs_T = mask_T.copy()
+    pairs_T[:-1] &= mask_T[1:]
+    pairs_T[ends_n - 1] = False  # a sample's last token is followed by none of its own
+    return np.add.reduceat(pairs_T, starts_n, dtype=np.int64)
 
 
 def _pinned(batch: TokenBatch) -> TokenBatch:

@@ -2,7 +2,8 @@
 
 A weight is how many passes over its dataset an epoch takes. A dataset's passes, each in an order of its own, make an
 endless stream, and epoch e takes its places floor(e*w*N) up to floor((e+1)*w*N): 0.5 takes one half of the rows and
-then the other, 2 takes every row twice with anchors of its own for either pass.
+then the other, 2 takes every row twice with anchors of its own for either pass. Rows without anchors are numbered with
+the others and taken by none (set_aside.py).
 
 Shapes: N rows of all datasets, R rows of an epoch, L lengths from 0 up.
 """
@@ -22,6 +23,7 @@ from paceline.config import DataSettings
 from paceline.data.arrays import PIECE, histogram, joined, long_array
 from paceline.data.plan import BucketTable, Plan, check_lengths, count_batches, optimal_edges, plan, table
 from paceline.data.plan_order import shuffled_parts
+from paceline.data.set_aside import BadRow, check_anchors, fault_without_anchors, without_anchors
 from paceline.data.store import CompletionDataset, open_dataset
 from paceline.records import UserError
 
@@ -29,12 +31,15 @@ _PASSES = 2**64 - 3  # second word of the Philox key, see plan.py
 
 
 class Stretch(NamedTuple):
-    """Rows that an epoch takes from one pass over a dataset: all of them, whose order does not matter, or these."""
+    """Rows that an epoch takes from one pass over a dataset: all of them, whose order does not matter, or these.
+
+    None of them is left out.
+    """
 
     dataset: int
     turn: int  # which pass it is
     size: int
-    rows_n: Int[np.ndarray, " n"] | None  # numbered in the dataset; None: all
+    rows_n: Int[np.ndarray, " n"] | None  # numbered in the dataset; None: all that are not left out
 
 
 class EpochRows:
@@ -62,7 +67,7 @@ class EpochRows:
             for stretch in self._stretches:
                 dataset = self._mixture.datasets[stretch.dataset]
                 if stretch.rows_n is None:
-                    yield from dataset.length_parts()
+                    yield from _without(dataset.length_parts(), self._mixture.left_out[stretch.dataset])
                     continue
                 lengths_N = joined(dataset.length_parts)
                 for at in range(0, stretch.size, PIECE):
@@ -107,9 +112,13 @@ class EpochRows:
         stretch_n = np.searchsorted(self._ends, places_n, side="right")
         rows_n = places_n - (self._ends - [stretch.size for stretch in self._stretches])[stretch_n]
         for index, stretch in enumerate(self._stretches):
+            left_n = self._mixture.left_out[stretch.dataset]
             if stretch.rows_n is not None:
                 mine_n = stretch_n == index
                 rows_n[mine_n] = stretch.rows_n[rows_n[mine_n]]
+            elif len(left_n):  # each comes behind as many that are left out as lie before it
+                mine_n = stretch_n == index
+                rows_n[mine_n] += np.searchsorted(left_n - np.arange(len(left_n)), rows_n[mine_n], side="right")
         return stretch_n, rows_n
 
 
@@ -125,21 +134,35 @@ class Coverage:
 class Mixture:
     """Datasets with weights. Reading rows from several threads at once is safe: nothing in it changes."""
 
-    def __init__(self, datasets: Sequence[CompletionDataset], weights: Sequence[float] | None = None) -> None:
-        """Number the rows through; no row is read."""
+    def __init__(
+        self,
+        datasets: Sequence[CompletionDataset],
+        weights: Sequence[float] | None = None,
+        *,
+        vocab_size: int | None = None,
+    ) -> None:
+        """Number the rows through; no row is read. `vocab_size` is the target's, where that is known."""
         self.datasets = tuple(datasets)
         # As written in decimal: 0.3 is three tenths, not the nearest binary fraction.
         self.weights = tuple(Fraction(repr(float(weight))) for weight in weights or [1.0] * len(self.datasets))
         self.whole = all(weight.denominator == 1 for weight in self.weights)
         self.first_rows = np.cumsum([0, *map(len, self.datasets)])
+        self.left_out = tuple(map(without_anchors, self.datasets))
+        largest = [dataset.manifest.largest_id for dataset in self.datasets]
+        self.last_ids = tuple(min(last, _largest_of(vocab_size)) for last in largest)
 
     def __len__(self) -> int:
         return int(self.first_rows[-1])
 
     @property
     def lengths(self) -> Int[np.ndarray, " N"]:
-        """Tokens of each row, put together anew from the mapped files, in as few bytes as the longest needs."""
-        return joined(lambda: chain.from_iterable(dataset.length_parts() for dataset in self.datasets))
+        """Tokens of each row, put together anew from the mapped files, in as few bytes as the longest needs.
+
+        A row that is left out has none here.
+        """
+        lengths_N = joined(lambda: chain.from_iterable(dataset.length_parts() for dataset in self.datasets))
+        self._mark(lengths_N, 0)
+        return lengths_N
 
     @property
     def candidates(self) -> Int[np.ndarray, " N"]:
@@ -159,9 +182,25 @@ class Mixture:
         return self.datasets[place], index - int(self.first_rows[place])
 
     def largest_ids(self, rows: Sequence[int]) -> Int[np.ndarray, " n"]:
-        """Return the largest id that the dataset of each row holds by its manifest."""
-        last = np.array([dataset.manifest.largest_id for dataset in self.datasets], dtype=np.int64)
+        """Return the largest id that a row may hold: its dataset's by the manifest, or the target's if that is less."""
+        last = np.array(self.last_ids, dtype=np.int64)
         return last[np.searchsorted(self.first_rows, rows, side="right") - 1]
+
+    def candidates_of(self, rows: Sequence[int]) -> Int[np.ndarray, " n"]:
+        """Return how many positions of these rows may be anchors, as they were counted."""
+        rows_n = np.array(rows, dtype=np.int64)
+        place_n = np.searchsorted(self.first_rows, rows_n, side="right") - 1
+        counts_n = np.empty(len(rows_n), dtype=np.int64)
+        for place in np.flatnonzero(np.bincount(place_n)).tolist():
+            mine_n = place_n == place
+            counts_n[mine_n] = self.datasets[place].candidates_of(rows_n[mine_n] - self.first_rows[place])
+        return counts_n
+
+    def bad_rows(self) -> Iterator[tuple[CompletionDataset, BadRow]]:
+        """Yield each row that is left out with its dataset, and what is wrong with it."""
+        for dataset, left_n in zip(self.datasets, self.left_out, strict=True):
+            for row in left_n.tolist():
+                yield dataset, fault_without_anchors(dataset, row)
 
     def where(self, index: int) -> str:
         """Return a row's place for a message."""
@@ -175,18 +214,25 @@ class Mixture:
             UserError: see plan.
         """
         edges, several, lengths_N = settings.edges, len(self.datasets) > 1, self.lengths
-        if settings.layout != "packed" and not edges and len(self):
+        if settings.layout != "packed" and not edges and lengths_N.any():
             counts_L: Int[np.ndarray, " L"] | Float[np.ndarray, " L"] = histogram(lengths_N)
             if several:  # not whole multiples of all denominators: with long decimals they exceed 64 bits
                 counts_L = np.zeros(len(counts_L))
-                for dataset, weight in zip(self.datasets, self.weights, strict=True):
-                    own_L = histogram(dataset.lengths)
+                for first, behind, weight in zip(self.first_rows, self.first_rows[1:], self.weights, strict=False):
+                    own_L = histogram(lengths_N[first:behind])
                     counts_L[: len(own_L)] += own_L * float(weight)
+            counts_L[0] = 0  # rows that are left out
             edges = optimal_edges(counts_L, settings.buckets, settings.align)
+        self._mark(lengths_N, 1)  # which fits anywhere
         return check_lengths(lengths_N, settings, edges, where=self.where if several else "row {:,}".format)
 
+    def _mark(self, lengths_N: Int[np.ndarray, " N"], length: int) -> None:
+        """Give the rows that are left out a length."""
+        for first, left_n in zip(self.first_rows, self.left_out, strict=False):
+            lengths_N[left_n + first] = length
+
     def rows_of_epoch(self, epoch: int) -> list[int]:
-        """Return how many rows of each dataset an epoch holds."""
+        """Return how many rows of each dataset an epoch takes, those that are left out among them."""
         ends = (_places(len(d), weight, epoch) for d, weight in zip(self.datasets, self.weights, strict=True))
         return [end - place for place, end in ends]
 
@@ -203,9 +249,13 @@ class Mixture:
             while place < end:
                 turn, start = divmod(place, count)
                 stop = min(count, start + end - place)
-                rows_n = None if stop - start == count else _part_of_pass(count, seed, turn, index, start, stop)
-                stretches.append(Stretch(index, turn, stop - start, rows_n))
+                rows_n, size = None, count - len(self.left_out[index])
+                if stop - start < count:
+                    rows_n = _kept(_part_of_pass(count, seed, turn, index, start, stop), self.left_out[index])
+                    size = len(rows_n)
                 place += stop - start
+                if size:
+                    stretches.append(Stretch(index, turn, size, rows_n))
         if not stretches and len(self):
             raise UserError(
                 f"data.weights must give every epoch a row, got {[float(weight) for weight in self.weights]}, and "
@@ -225,18 +275,50 @@ def _part_of_pass(count: int, seed: int, turn: int, index: int, start: int, stop
     return rows_n
 
 
+def _kept(rows_n: Int[np.ndarray, " n"], left_n: Int[np.ndarray, " l"]) -> Int[np.ndarray, " k"]:
+    """Return the rows that are not among those left out, in their order and in their own array."""
+    if not len(left_n):
+        return rows_n
+    kept = 0
+    for at in range(0, len(rows_n), PIECE):
+        part_n = rows_n[at : at + PIECE]
+        found_n = np.minimum(np.searchsorted(left_n, part_n), len(left_n) - 1)
+        part_n = part_n[left_n[found_n] != part_n]
+        rows_n[kept : kept + len(part_n)] = part_n
+        kept += len(part_n)
+    return rows_n[:kept]
+
+
+def _without(parts: Iterator[Int[np.ndarray, " n"]], left_n: Int[np.ndarray, " l"]) -> Iterator[Int[np.ndarray, " n"]]:
+    """Yield what parts tell of a dataset's rows, without those that are left out."""
+    first = 0
+    for part_n in parts:
+        start, stop = np.searchsorted(left_n, [first, first + len(part_n)])
+        yield np.delete(part_n, left_n[start:stop] - first) if start < stop else part_n
+        first += len(part_n)
+
+
 def _places(count: int, weight: Fraction, epoch: int) -> tuple[int, int]:
     """Return where an epoch begins in the stream of a dataset's passes, and where it ends."""
     return floor(epoch * weight * count), floor((epoch + 1) * weight * count)
 
 
-def open_mixture(settings: DataSettings) -> Mixture:
+def _largest_of(vocab_size: int | None) -> int:
+    """Return the largest id of a vocabulary; any number that an id can be where it is not known."""
+    return 2**31 - 1 if vocab_size is None else vocab_size - 1
+
+
+def open_mixture(settings: DataSettings, *, vocab_size: int | None = None) -> Mixture:
     """Return the datasets of data.dataset at the weights of data.weights.
 
     Raises:
-        UserError: a folder holds no dataset, or a damaged one.
+        UserError: a folder holds no dataset, or a damaged one, or more than data.bad_rows of its rows bring no anchor.
     """
-    return Mixture([open_dataset(Path(folder)) for folder in settings.folders], settings.weights)
+    datasets = [open_dataset(Path(folder)) for folder in settings.folders]
+    mixture = Mixture(datasets, settings.weights, vocab_size=vocab_size)
+    for dataset, left_n in zip(mixture.datasets, mixture.left_out, strict=True):
+        check_anchors(dataset, left_n, settings.bad_rows)
+    return mixture
 
 
 def plan_epoch(

@@ -37,7 +37,7 @@ class ShardLog:
         self.path = path
         self.damaged = self.finished = 0
         self._places: dict[Key, _Place] = {}
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
             self._end = self._recover()
             os.ftruncate(self._file, self._end)

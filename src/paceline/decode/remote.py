@@ -273,11 +273,18 @@ def check_url(url: str) -> None:
     try:
         parts = httpx2.URL(url)
     except httpx2.InvalidURL as error:
-        raise UserError(f"A server's URL cannot be read: {error}.") from None
+        reason = f": {error}" if "@" not in url else ""  # which may quote a key
+        raise UserError(f"A server's URL cannot be read{reason}. It looks like http://localhost:8000.") from None
     if parts.userinfo:
         raise UserError(f"The URL of {parts.host} holds a user or a key. Put a key into {KEY_VARIABLE} instead.")
+    if parts.query or parts.fragment:
+        raise UserError(
+            f"A server's URL ends with its path, but that of {parts.host} has more behind it. Put a key into "
+            f"{KEY_VARIABLE} instead."
+        )
     if parts.scheme not in ("http", "https") or not parts.host:
-        raise UserError(f"A server's URL must look like http://localhost:8000, got {url!r}.")
+        shown = "something else with a @ in it" if "@" in url else repr(url)  # what is before it may be a key
+        raise UserError(f"A server's URL must look like http://localhost:8000, got {shown}.")
 
 
 def denied(url: str, error: Denied) -> str:

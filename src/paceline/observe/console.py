@@ -1,7 +1,9 @@
 """What a person sees while a verb works: stages, a progress bar, tables. Plain lines when not a terminal."""
 
+import errno
 import io
 import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -39,6 +41,7 @@ class Console:
     def __init__(self, *, json: bool = False) -> None:
         self.rich = RichConsole(stderr=json, highlight=False, soft_wrap=False)
         self._began = time.monotonic()
+        self._terminal = self.rich.is_terminal  # a terminal that was closed is none any more
         stream = self.rich.file
         if isinstance(stream, io.TextIOWrapper):  # one that has no such letter shows its number, and goes on
             stream.reconfigure(errors="backslashreplace")
@@ -74,8 +77,22 @@ class Console:
         else:
             yield from self._lines(what, total)
 
+    def result(self, text: str) -> None:
+        """Print a verb's result to standard output, whatever else goes there.
+
+        Raises:
+            RunError: it cannot be written.
+        """
+        try:
+            print(text, flush=True)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            _give_up(sys.stdout)
+            raise _cannot_write("output", error) from None
+
     def _print(self, what: RenderableType, **how: Any) -> None:
-        """Print.
+        """Print. To a terminal that was closed nothing is printed any more; SIGHUP says what becomes of the run.
 
         Raises:
             RunError: the stream cannot be written, a full disk's perhaps.
@@ -86,8 +103,9 @@ class Console:
             raise
         except OSError as error:
             _give_up(self.rich.file)
-            name = "error" if self.rich.stderr else "output"
-            raise RunError(f"Standard {name} cannot be written: {error.strerror}. Send it somewhere else.") from None
+            if error.errno == errno.EIO and self._terminal:
+                return
+            raise _cannot_write("error" if self.rich.stderr else "output", error) from None
 
     def _bar(self, what: str, total: int | None) -> Iterator[Tick]:
         columns = (
@@ -126,6 +144,10 @@ class Console:
         yield tick
         if last is not None:
             show(*last)
+
+
+def _cannot_write(name: str, error: OSError) -> RunError:
+    return RunError(f"Standard {name} cannot be written: {error.strerror}. Send it somewhere else.")
 
 
 def _give_up(stream: IO[str]) -> None:

@@ -14,15 +14,23 @@ import time
 from pathlib import Path
 from typing import Any
 
+from paceline.records import UserError
+
 SCHEMA = 1
 
 
-class EventLog:
-    """Appends events to a run's events.jsonl; safe to call from every role's thread."""
+class LineFile:
+    """Appends JSON objects to a file, a line each in one call; safe to call from every role's thread."""
 
-    def __init__(self, run: Path, name: str = "events.jsonl") -> None:
-        run.mkdir(parents=True, exist_ok=True)
-        self._file = (run / name).open("a+b", buffering=0)
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            raise UserError(f"{path} is a link, and a run writes only into its own folder. Remove it.") from None
+        self._file = os.fdopen(handle, "a+b", buffering=0)
         self._waiting = b""  # what a full disk did not take; a run may be waiting for room
         if self._file.tell():
             self._file.seek(-1, os.SEEK_END)
@@ -30,15 +38,15 @@ class EventLog:
                 self._waiting = b"\n"
         self._lock = threading.Lock()
 
-    def write(self, event: str, **values: Any) -> None:
-        """Append one event."""
-        line = json.dumps(_plain({"schema": SCHEMA, "t": round(time.time(), 3), "event": event, **values}))
+    def write(self, **values: Any) -> None:
+        """Append one object."""
+        line = json.dumps(_plain({"schema": SCHEMA, "t": round(time.time(), 3), **values}))
         with self._lock:
             self._waiting += line.encode() + b"\n"
             self._flush()
 
     def close(self) -> None:
-        """Close the file; later events are an error."""
+        """Close the file; later lines are an error."""
         with self._lock:
             self._flush()
             self._file.close()
@@ -50,6 +58,21 @@ class EventLog:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
+
+
+class EventLog:
+    """A run's events.jsonl; safe to call from every role's thread."""
+
+    def __init__(self, run: Path) -> None:
+        self._lines = LineFile(run / "events.jsonl")
+
+    def write(self, event: str, **values: Any) -> None:
+        """Append one event."""
+        self._lines.write(event=event, **values)
+
+    def close(self) -> None:
+        """Close the file; later events are an error."""
+        self._lines.close()
 
     def __enter__(self) -> "EventLog":
         return self

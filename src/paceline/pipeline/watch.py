@@ -74,6 +74,8 @@ class Watch(Generic[Who]):
 def write_stacks(path: Path, *, also_stderr: bool = False) -> None:
     """Append the stacks of all threads to a file, with the threads' names."""
     names = "".join(f"  0x{thread.ident or 0:016x} {thread.name}\n" for thread in threading.enumerate())
+    if path.is_symlink():  # a run writes only into its own folder
+        path.unlink()
     with path.open("a") as file:
         file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S}\n{names}")
         file.flush()

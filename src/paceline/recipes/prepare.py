@@ -6,10 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from paceline.checkpoint.folder import free_bytes
 from paceline.data import chat, completions, exclude, prepare, sources, verify, workshop, writer
 from paceline.data.manifest import Origin, tokenizer_fingerprint
 from paceline.data.pieces import Job
 from paceline.data.rows import RowLimits
+from paceline.data.set_aside import without_anchors
 from paceline.data.store import open_dataset
 from paceline.records import UserError
 from paceline.target import load
@@ -63,13 +65,14 @@ def prepare_dataset(
     sums = {path: file.sha256 for path, file in zip(paths, files, strict=True)}
     completions.check_sources(sums, tokenizer_fingerprint(job.chat.tokenizer), facts.name)
     origin = _origin(facts.name, facts.revision, job, files)
-
     # 2. The dataset, found or made.
     found = None
     if not overwrite:
         found = prepare.find_prepared(out, origin.recipe, max_quarantined=max_quarantined, stop_at_bad=job.stop_at_bad)
         if found is None:
             writer.check_place(out, overwrite=False)
+    if found is None:
+        _tell_room(paths, out, on_note)
     done = found or prepare.make(
         job,
         files,
@@ -107,8 +110,20 @@ def verify_datasets(
         "rows": sum(len(dataset) for dataset in datasets),
         "shards": total,
         "bytes": sum(shard.bytes for dataset in datasets for shard in dataset.manifest.shards),
+        "rows_without_anchors": sum(len(without_anchors(dataset)) for dataset in datasets),
         "whole": True,
     }
+
+
+def _tell_room(paths: Sequence[Path], out: Path, on_note: Callable[[str], None]) -> None:
+    """Say early where the disk may not do: a token takes 4 bytes and a text about as many."""
+    place = next(path for path in (out, *out.absolute().parents) if path.is_dir())
+    free, needed = free_bytes(place), sum(path.stat().st_size for path in paths)
+    if free < needed:
+        on_note(
+            f"Warning: the disk of {out} has {free / 2**20:,.0f} MiB free, and the inputs have {needed / 2**20:,.0f}: "
+            "a dataset takes about as much, so it may not fit. What was finished is used again if it does not."
+        )
 
 
 def _origin(target: str, revision: str, job: Job, files: list[sources.SourceFile]) -> Origin:

@@ -19,6 +19,7 @@ from paceline.data import loader
 from paceline.data.held_out import HeldOut, open_held_out, with_held_out
 from paceline.data.mixture import Mixture, first_table, open_mixture
 from paceline.data.plan import BucketTable
+from paceline.data.set_aside import SetAside
 from paceline.data.verify import BackgroundCheck, watched
 from paceline.formats.warm_start import WarmStart
 from paceline.observe.console import Console
@@ -30,8 +31,8 @@ from paceline.recipes.train_checks import check_inputs, check_run_folder, choose
 from paceline.recipes.train_facts import drafter_meta, fixed_facts, say_what_made_it
 from paceline.recipes.train_guard import GuardTeller
 from paceline.recipes.train_resume import best_so_far, check_room, find_start
-from paceline.recipes.train_stop import StopRequest
-from paceline.recipes.train_tell import Teller, Totals
+from paceline.recipes.train_stop import StopRequest, check_notice, notice_file
+from paceline.recipes.train_tell import Teller, Totals, known_rows
 from paceline.recipes.train_warm import warm_start
 from paceline.records import Interrupted, TokenBatch
 from paceline.runtime import pulse
@@ -53,9 +54,13 @@ def train(
     run, resume = Path(settings.run_dir), resume or resume_previous
     evaluate, block_size = settings.evaluate, settings.drafter.block_size
     check_run_folder(run, settings.data.folders, resume=resume, held_out=evaluate.held_out)
+    check_notice(settings.checkpoint)
     facts = describe(settings.target.model, settings.target.revision)
-    mixture = open_mixture(settings.data)
-    held_out = open_held_out(evaluate, settings.data, settings.train, block_size, first_row=len(mixture))
+    vocab_size = facts.vocab_size
+    mixture = open_mixture(settings.data, vocab_size=vocab_size)
+    held_out = open_held_out(
+        evaluate, settings.data, settings.train, block_size, first_row=len(mixture), vocab_size=vocab_size
+    )
     check_inputs(settings, facts, mixture, console, held_out.dataset if held_out else None)
     warm = None if resume else warm_start(settings, facts, console)  # who goes on has the weights in a checkpoint
     buckets = first_table(mixture, settings.data, seed=settings.train.seed)
@@ -105,18 +110,38 @@ def _run(
     run, total_steps = Path(settings.run_dir), fixed["total_steps"]
     first_step = start.steps if start else 0
     pin = any(torch.device(name).type == "cuda" for name in (*settings.pipeline.targets, *settings.pipeline.drafters))
-    batches = loader.micro_batches(
-        mixture, settings.data, settings.train, settings.drafter.block_size, first_step=first_step, pin=pin
-    )
     # 3. Roles start, agree, work.
     with EventLog(run) as events, Quarantine(run) as quarantine, console.progress("train", total_steps) as tick:
         totals = Totals(**start.state["totals"]) if start else Totals()
-        teller = Teller(settings, total_steps, totals, events=events, console=console, tick=tick, best=best)
+        teller = Teller(
+            settings,
+            total_steps,
+            totals,
+            events=events,
+            quarantine=quarantine,
+            console=console,
+            tick=tick,
+            best=best,
+        )
         guard = GuardTeller(mixture, quarantine=quarantine, events=events, console=console)
         _tell_begin(events, settings, buckets, total_steps, start, warm, best)
+        aside = SetAside(settings.data.bad_rows, on_row=teller.on_bad_row, known=known_rows(quarantine))
+        batches = loader.micro_batches(
+            mixture,
+            settings.data,
+            settings.train,
+            settings.drafter.block_size,
+            first_step=first_step,
+            pin=pin,
+            set_aside=aside,
+        )
 
         stop = StopRequest(
-            settings.checkpoint.grace_s, stopped=teller.stopped, on_asked=teller.on_asked, on_late=teller.on_late
+            settings.checkpoint.grace_s,
+            stopped=teller.stopped,
+            on_asked=teller.on_asked,
+            on_late=teller.on_late,
+            notice=notice_file(settings.checkpoint),
         )
         saver = Saver(
             run,
@@ -134,11 +159,14 @@ def _run(
         due = partial(settings.evaluate.due, total_steps=total_steps)
         try:
             with stop.on_signals():
+                for rows in (mixture, *([held_out.mixture] if held_out else [])):
+                    for dataset, bad in rows.bad_rows():
+                        aside.add(dataset, bad)
                 with saver:
                     drafter, recompiles = train_in_threads(
                         settings,
                         facts,
-                        batches=with_held_out(batches, held_out, due, pin=pin),
+                        batches=with_held_out(batches, held_out, due, pin=pin, on_bad=aside.add),
                         largest=largest,
                         total_steps=total_steps,
                         load_ends=lambda: load_ends(facts),
@@ -168,6 +196,7 @@ def _run(
             raise
         summary = {"run": str(run), "drafter": str(folder), **teller.summary()}
         summary |= {"policy": policy, "recompiles": recompiles, "train_s": teller.seconds()}
+        summary |= {"quarantined_rows": len(aside)}
         events.write("trained", **summary)
     return summary
 

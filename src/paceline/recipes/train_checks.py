@@ -9,6 +9,7 @@ from paceline.checkpoint.store import resume_command, saved_steps
 from paceline.config import RunSettings
 from paceline.data.manifest import check_fits, tokenizer_fingerprint
 from paceline.data.mixture import Mixture
+from paceline.data.set_aside import check_vocabulary
 from paceline.data.store import CompletionDataset, find_token
 from paceline.drafter.attention import TILE, fits_tiles
 from paceline.observe.console import Console
@@ -110,11 +111,12 @@ def _check_rows(dataset: CompletionDataset, settings: RunSettings, facts: Target
                 f"{dataset.folder}. Choose another id, or prepare again with --mask-token-id {mask}, which leaves "
                 f"such rows out."
             )
-    if made.largest_id >= facts.vocab_size:
-        raise UserError(
-            f"Token ids must lie in 0..{facts.vocab_size - 1} for {facts.name}, but {dataset.folder} holds "
-            f"{made.largest_id}: the dataset is damaged. Prepare it again."
-        )
+    if made.largest_id >= facts.vocab_size:  # some rows are bad, or all
+        if made.tokens >= LONG_SCAN:
+            console.line(
+                f"  looking for ids from {facts.vocab_size:,} on in {made.tokens:,} tokens of {dataset.folder}"
+            )
+        check_vocabulary(dataset, facts.vocab_size - 1, settings.data.bad_rows)
 
 
 def choose_policy(settings: RunSettings, console: Console) -> Policy:

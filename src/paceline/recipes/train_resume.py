@@ -18,7 +18,8 @@ from paceline.train.memory import step_memory
 # What may be another when a run goes on: how it is carried out, but not what it computes beyond rounding; which updates
 # are rejected from now on; and where target and datasets lie, because their fingerprints are compared.
 _TRAIN = ("train.policy", "train.log_every", "train.logits_mib")
-_HOW = ("run_dir", "pipeline.", "checkpoint.", "guard.", "data.prefetch", "evaluate.every_steps", *_TRAIN)
+_DATA = ("data.prefetch", "data.bad_rows")
+_HOW = ("run_dir", "pipeline.", "checkpoint.", "guard.", "evaluate.every_steps", *_DATA, *_TRAIN)
 _WHERE = ("data.dataset", "target.model", "target.revision", "evaluate.held_out")
 
 

@@ -1,4 +1,8 @@
-"""SIGTERM and SIGINT while `paceline train` runs: the first finishes the step and saves, the second ends it at once."""
+"""What asks `paceline train` to stop: a signal, or a file that announces the end of the machine.
+
+The first finishes the step and saves. SIGTERM or SIGINT once more ends the run at once; a notice (SIGUSR1, SIGHUP or
+the file) never does, because the scheduler that gives it sends SIGTERM behind it.
+"""
 
 import os
 import signal
@@ -6,16 +10,23 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
-from paceline.records import INTERRUPTED_STATUS, Interrupted
+from paceline.config import CheckpointSettings
+from paceline.records import INTERRUPTED_STATUS, Interrupted, UserError
+
+_ORDERS = (signal.SIGTERM, signal.SIGINT)
+_NOTICES = (signal.SIGUSR1, signal.SIGHUP)
+_LOOK_S = 1.0  # between two looks for the notice file
+_LEAVE_S = 5.0  # longest wait at the end for a look that is under way
 
 
 class StopRequest:
-    """Says, when called, whether a signal asked the run to stop.
+    """Says, when called, whether the run was asked to stop.
 
-    `stopped` returns what a person is told of the run's state. After the first signal `on_asked` is called, and if the
-    run has not ended within `grace_s`, `on_late` with that text, and the process ends with status 75.
+    `stopped` returns what a person is told of the run's state. Once the run is asked, `on_asked` is called with what
+    asked, and if the run has not ended within `grace_s`, `on_late` with that text, and the process ends with status 75.
     """
 
     def __init__(
@@ -23,12 +34,16 @@ class StopRequest:
         grace_s: float,
         *,
         stopped: Callable[[], str],
-        on_asked: Callable[[], None],
+        on_asked: Callable[[str], None],
         on_late: Callable[[str], None],
+        notice: Path | None = None,
     ) -> None:
+        """`notice` is a file whose appearance asks the run to stop."""
         self._grace_s, self._stopped, self._on_asked, self._on_late = grace_s, stopped, on_asked, on_late
+        self._notice = notice
         self._asked, self._over = threading.Event(), threading.Event()
-        self._running = False
+        self._running = self._ordered = False
+        self._terminals = [stream for stream in (1, 2) if os.isatty(stream)]
 
     def __call__(self) -> bool:
         """Return whether the run is to stop."""
@@ -40,38 +55,83 @@ class StopRequest:
 
     @contextmanager
     def on_signals(self) -> Iterator[None]:
-        """Look at signals until the block ends; only the main thread can.
+        """Look at signals, and for the notice file, until the block ends; only the main thread can.
 
         Raises:
-            Interrupted: (in the block) the first signal came before there was a step to finish.
-            KeyboardInterrupt: (in the block) the second signal.
+            Interrupted: (in the block) the run was asked to stop before there was a step to finish.
+            KeyboardInterrupt: (in the block) SIGTERM or SIGINT came a second time.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        numbers = (signal.SIGTERM, signal.SIGINT)
+        # A hangup that is ignored was meant to be: nohup.
+        numbers = [n for n in (*_ORDERS, *_NOTICES) if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
         before = [signal.signal(number, self._handle) for number in numbers]
+        looking = threading.Thread(target=self._look, name="notice", daemon=True)
+        looking.start()
         try:
             yield
         finally:
             self._over.set()
+            looking.join(_LEAVE_S)  # else it could ask a process that handles no notice any more
             for number, old in zip(numbers, before, strict=True):
                 signal.signal(number, old)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            self._leave_terminal()
+        if number in _ORDERS:
+            if self._ordered:
+                self._over.set()  # no grace any more
+                raise KeyboardInterrupt
+            self._ordered = True
         if self._asked.is_set():
-            self._over.set()  # no grace any more
-            raise KeyboardInterrupt
+            return
         self._asked.set()
         if not self._running:
             raise Interrupted(self._stopped())
         # Not here: whatever this thread was doing may be in the middle of a line.
-        threading.Thread(target=self._watch, name="stop", daemon=True).start()
+        why = signal.Signals(number).name
+        threading.Thread(target=self._watch, args=(why,), name="stop", daemon=True).start()
 
-    def _watch(self) -> None:
-        self._on_asked()
+    def _leave_terminal(self) -> None:
+        """Send what is written to a terminal that has gone nowhere, so that writing to it fails nobody."""
+        for stream in self._terminals:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream)
+            os.close(nowhere)
+
+    def _look(self) -> None:
+        while self._notice is not None and not self._over.wait(_LOOK_S):
+            if self._notice.exists():
+                os.kill(os.getpid(), signal.SIGUSR1)
+                return
+
+    def _watch(self, why: str) -> None:
+        if self._notice is not None and self._notice.exists():
+            why = f"{self._notice} is there (checkpoint.notice_file)"
+        self._on_asked(why)
         if not self._over.wait(self._grace_s):
             text = f"{self._stopped()} It took longer than checkpoint.grace_s ({self._grace_s:g} s)."
             self._on_late(text)
             print(f"stopped: {text}", file=sys.stderr, flush=True)
             os._exit(INTERRUPTED_STATUS)
+
+
+def notice_file(settings: CheckpointSettings) -> Path | None:
+    """Return checkpoint.notice_file as a path that holds whatever the working directory becomes."""
+    return None if settings.notice_file is None else Path(settings.notice_file).expanduser().absolute()
+
+
+def check_notice(settings: CheckpointSettings) -> None:
+    """Refuse a notice file that is there already, so that every run would stop at once.
+
+    Raises:
+        UserError: it is.
+    """
+    path = notice_file(settings)
+    if path is not None and path.exists():
+        raise UserError(
+            f"{path} (checkpoint.notice_file) asks a run to stop when it appears, but it is there already: remove it, "
+            "or name another file."
+        )

@@ -8,8 +8,10 @@ from typing import Any
 from paceline.checkpoint.best import Best
 from paceline.checkpoint.store import Saved, resume_command
 from paceline.config import RunSettings
+from paceline.data.set_aside import BadRow
 from paceline.observe.console import Console, Tick
 from paceline.observe.events import EventLog
+from paceline.observe.quarantine import Quarantine
 from paceline.pipeline.supervisor import RoleState
 from paceline.records import StepReport
 
@@ -26,6 +28,7 @@ _REPLICA = {
     "batch_split": "{role} on {device} ran out of memory at micro-batch {seq} ({tokens:,} tokens), which it computes "
     "again in {parts} part(s)",
 }
+_BAD_ROWS_SHOWN = 20  # on the console
 
 
 @dataclass(slots=True)
@@ -65,6 +68,7 @@ class Teller:
         totals: Totals,
         *,
         events: EventLog,
+        quarantine: Quarantine,
         console: Console,
         tick: Tick,
         best: Best,
@@ -72,7 +76,8 @@ class Teller:
         self.totals, self._best = totals, best
         self._saved = totals.steps or None  # steps of the last checkpoint
         self._settings, self._total_steps = settings, total_steps
-        self._events, self._console, self._tick = events, console, tick
+        self._events, self._quarantine, self._console, self._tick = events, quarantine, console, tick
+        self._bad_rows = 0  # in this part
         self._began = time.monotonic()
         if totals.steps:
             tick(totals.steps)
@@ -104,6 +109,17 @@ class Teller:
         self._events.write("held_out", steps=steps, loss=loss, acceptance=accept, **counts, **more)
         best_text = ", the best so far" if best else ""
         self._console.line(f"  held out after step {steps:,}: loss {loss:.4f} accept {accept:.2f}{best_text}")
+
+    def on_bad_row(self, bad: BadRow) -> None:
+        """A row of a dataset was set aside."""
+        place = {"dataset": str(bad.dataset), "fingerprint": bad.fingerprint, "row": bad.row}
+        for file in (self._quarantine, self._events):
+            file.write("quarantined", reason=bad.reason, **place, detail=bad.detail)
+        self._bad_rows += 1
+        if self._bad_rows <= _BAD_ROWS_SHOWN:
+            self._console.line(f"  row {bad.row:,} of {bad.dataset} is set aside: it {bad.detail}")
+        elif self._bad_rows == _BAD_ROWS_SHOWN + 1:
+            self._console.line(f"  more rows are set aside; quarantine.jsonl in {self._settings.run_dir} lists them")
 
     def on_whole(self, shards: int) -> None:
         """Every shard of the data was compared with its checksum."""
@@ -137,9 +153,9 @@ class Teller:
         said = {**values, "message": values.get("message", "").rstrip(".")}
         self._console.line(f"  {_REPLICA.get(event) or _REPLICA[then]}".format(**said))
 
-    def on_asked(self) -> None:
-        """A signal asked the run to stop."""
-        self._console.line("  stopping: this step is finished and saved; a second signal stops at once")
+    def on_asked(self, why: str) -> None:
+        """The run was asked to stop."""
+        self._console.line(f"  {why}: stopping, this step is finished and saved; SIGTERM or Ctrl-C again stops at once")
 
     def on_late(self, text: str) -> None:
         """Stopping took too long."""
@@ -176,3 +192,9 @@ class Teller:
             "held_out_loss": totals.held_out_loss,
             "best": self._best.state(),
         }
+
+
+def known_rows(quarantine: Quarantine) -> list[tuple[str, int]]:
+    """Return which rows of which datasets earlier parts of a run have set aside."""
+    told = [entry for entry in quarantine.entries() if entry.get("event") == "quarantined"]
+    return [(entry["fingerprint"], entry["row"]) for entry in told if {"fingerprint", "row"} <= entry.keys()]

@@ -23,6 +23,9 @@ from paceline.records import UserError
 # that build at once leave each other with wrong dtypes, untied heads or weights on the meta device.
 _BUILDING = threading.Lock()
 
+# Said each time: where it is not, transformers asks whoever sits at the terminal whether to run a target's own code.
+_FROM: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+
 
 @dataclass(frozen=True, slots=True)
 class TargetFacts:
@@ -126,8 +129,9 @@ def load_config(folder: Path) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
+        return AutoConfig.from_pretrained(folder, **_FROM).get_text_config()
     except Exception as error:
+        _check_own_code(folder / "config.json")
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{folder / 'config.json'} cannot be read as a model configuration: {reason}") from None
 
@@ -136,6 +140,23 @@ def architectures(folder: Path) -> list[str]:
     """Return the names that config.json gives a target's model class, as they stand there."""
     found = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures")
     return [str(name) for name in found or []]
+
+
+def _check_own_code(path: Path) -> None:
+    """Refuse a target that brings code of its own and cannot be loaded without.
+
+    Raises:
+        UserError: it does.
+    """
+    try:
+        own = json.loads(path.read_text(encoding="utf-8")).get("auto_map")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return
+    if own:
+        raise UserError(
+            f"A target's own code is never run, and {path} asks for it (auto_map). Use a target whose architecture "
+            "transformers has itself."
+        )
 
 
 def load_tokenizer(model: str, revision: str | None = None) -> Any:
@@ -147,8 +168,9 @@ def load_tokenizer(model: str, revision: str | None = None) -> Any:
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")):
         raise UserError(f"Target folder {folder} has no tokenizer.json. Put the model's tokenizer files beside it.")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, **_FROM)
     except Exception as error:
+        _check_own_code(folder / "tokenizer_config.json")
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"Target folder {folder} has no tokenizer that loads: {reason}") from None
     if not tokenizer.is_fast:
@@ -176,7 +198,9 @@ def load_causal(facts: TargetFacts, *, dtype: torch.dtype, device: str) -> Any:
 def _load(kind: Any, facts: TargetFacts, dtype: torch.dtype, device: str) -> Any:
     _quiet()
     with _BUILDING:
-        model = kind.from_pretrained(facts.folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True)
+        model = kind.from_pretrained(
+            facts.folder, dtype=dtype, attn_implementation="sdpa", use_safetensors=True, **_FROM
+        )
         model.eval().requires_grad_(False).to(device)
     body = getattr(model, model.base_model_prefix, model)
     if not isinstance(getattr(body, "layers", None), nn.ModuleList):
@@ -198,7 +222,7 @@ def load_ends(facts: TargetFacts) -> FrozenEnds:
 
     config = load_config(facts.folder)
     with _BUILDING, torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(config)
+        skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     embed = skeleton.get_input_embeddings().weight
     # The first of a tied pair's names is the embedding's; only that one is in the file.
     embed_name = next(name for name, p in skeleton.named_parameters() if p is embed)
