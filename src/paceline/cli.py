@@ -344,7 +344,10 @@ def main() -> None:
 
 
 def _fail(error: object, status: int, what: str = "error") -> None:
-    print(f"{what}: {' '.join(str(error).split())}", file=sys.stderr)
+    line = " ".join(str(error).split())
+    # Names and values out of files that others wrote are no orders for the terminal.
+    plain = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in line)
+    print(f"{what}: {plain}", file=sys.stderr)
     _leave_if_busy(status, hung=isinstance(error, Hung))
     sys.exit(status)
 

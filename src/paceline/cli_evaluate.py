@@ -107,6 +107,7 @@ def evaluate(
         if error := probe_error(findings):
             raise error
         return
+    from paceline.checkpoint.drafter import evaluation_name
     from paceline.recipes.evaluate import evaluate as recipe
     from paceline.recipes.evaluate_texts import evaluation_text
 
@@ -129,7 +130,7 @@ def evaluate(
         raise RunError(
             f"Speculative and plain decoding differ in {report['mismatches']:,} of {report['prompts']:,} "
             f"answers, first at (prompt, token) {report['first_difference']}, by more than a near tie in {dtype}: see "
-            f"{run / 'evaluation.json'}."
+            f"{run / evaluation_name(report['checkpoint'])}."
         )
 
 

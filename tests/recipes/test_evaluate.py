@@ -13,14 +13,11 @@ from typing import Any
 import pytest
 from fake_drafting import Vllm, cycles_for, sglang
 from fake_server import listed, serving
+from rich.cells import cell_len
 from safetensors.torch import load_file
 
 from paceline import cli
-from paceline.checkpoint.drafter import DrafterMeta, save_drafter
-from paceline.config import DrafterSettings, RunSettings
-from paceline.config_file import dump_settings
 from paceline.decode.sampling import Sampling
-from paceline.drafter.model import Drafter
 from paceline.target import model
 from paceline.target.load import TargetFacts
 
@@ -53,45 +50,6 @@ def refusal(*arguments: object) -> str:
     status, out, err = paceline(*arguments)
     assert (status, out) == (2, ""), err
     return err.removeprefix("error: ").rstrip("\n")
-
-
-@pytest.fixture
-def run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny: TargetFacts, shape: DrafterSettings, write_dataset: Any
-) -> Run:
-    """Return a maker of finished runs in an empty working folder, where their data lies too."""
-    monkeypatch.chdir(tmp_path)
-    write_dataset([([5, 6, 8, 9], 1), ([10, 11, 12, 13, 14], 2)])
-
-    def make(name: str = "run", seed: int = 0, data: dict[str, Any] | None = None, **changes: Any) -> Path:
-        settings = shape.model_copy(update=changes.pop("drafter", {}))
-        tree = {
-            "run_dir": name,
-            "target": {"model": tiny.name, "dtype": "float32"},
-            "drafter": shape.model_dump(),
-            "data": {"dataset": "dataset", "align": 8, **(data or {})},
-            "train": {"context_slots": 128, "anchor_slots": 32, "anchors_per_sample": 8},
-        }
-        meta = DrafterMeta(
-            settings, tiny.name, tiny.revision, tiny.num_layers, tiny.hidden_size, tiny.vocab_size,
-            tiny.max_positions, 1,
-        )  # fmt: skip
-        meta = DrafterMeta(**{**{key: getattr(meta, key) for key in meta.__slots__}, **changes})
-        weights = Drafter(shape, tiny.hidden_size).initialise(seed).state_dict()
-        folder = Path(name)
-        folder.mkdir()
-        save_drafter(folder, weights, meta)
-        (folder / "settings.yaml").write_text(dump_settings(RunSettings.model_validate(tree)))
-        return folder
-
-    return make
-
-
-@pytest.fixture
-def prompts(run: Run) -> Path:
-    rows = [{"prompt": f"w{5 + at} w{9 + 2 * at}", "category": "ab"[at % 2], "id": f"q{at}"} for at in range(6)]
-    Path("prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return Path("prompts.jsonl")
 
 
 # --- what is measured
@@ -220,6 +178,49 @@ def test_a_real_mismatch_ends_with_status_1_and_keeps_the_report(
     assert json.loads(Path("run/evaluation.json").read_text())["first_difference"] == [4, 3]
 
 
+def test_a_mismatch_of_a_checkpoint_names_its_own_report(
+    run: Run, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import paceline.recipes.evaluate as recipe
+
+    whole = recipe.evaluate
+
+    def other(*arguments: Any, checkpoint: str | None, **more: Any) -> Any:
+        return whole(*arguments, **more) | {"checkpoint": checkpoint, "lossless": False, "first_difference": (0, 1)}
+
+    monkeypatch.setattr(recipe, "evaluate", other)
+    err = paceline(run(), prompts, *OPTIONS, "--checkpoint", "step-00000007")[2]
+    assert err.endswith(": see run/evaluation-step-00000007.json.\n")
+
+
+def test_nothing_is_decoded_for_a_result_that_has_no_place(run: Run, prompts: Path) -> None:
+    (run() / "evaluation.json").mkdir()
+    assert refusal("run", prompts, *OPTIONS).startswith("The result goes to run/evaluation.json, which cannot be ")
+
+
+def test_categories_stay_in_their_column(run: Run) -> None:
+    names = ("a\nb\x1b[31m", "日本語" * 20, "short")
+    rows = [{"prompt": "w5 w6", "category": name} for name in names]
+    Path("p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = paceline(run(), "p.jsonl", *OPTIONS)[1]
+    at = next(i for i, line in enumerate(out.splitlines()) if "category" in line)
+    table = out.splitlines()[at : at + 4]
+    assert {cell_len(line) for line in table} == {51}
+    assert all(line.isprintable() for line in table)
+
+
+@pytest.mark.parametrize(
+    "change", [{"hidden_size": "64"}, {"steps": None}, {"vocab_size": 128.0}, {"target": 3}, {"max_positions": True}]
+)
+def test_a_drafters_record_of_other_types(run: Run, prompts: Path, change: dict[str, Any]) -> None:
+    place = run() / "drafter" / "drafter.json"
+    place.write_text(json.dumps(json.loads(place.read_text()) | change))
+    (name,) = change
+    assert refusal("run", prompts, *OPTIONS).startswith(f"{place} must give {name} as ")
+    place.write_text("[" * 100_000)
+    assert "cannot be understood" in refusal("run", prompts, *OPTIONS)
+
+
 def test_template_arguments(run: Run, prompts: Path, tiny: TargetFacts, tmp_path: Path) -> None:
     assert "never mentions tone (--template-arg)" in refusal(run(), prompts, *OPTIONS, "--template-arg", "tone=1")
     assert refusal("run", prompts, *OPTIONS, "--thinking", "off").endswith("does not. Leave --thinking out.")
@@ -269,7 +270,8 @@ def test_comparisons_that_are_refused(run: Run, prompts: Path) -> None:
         ((*OPTIONS, "--limit", 4), "prompts differ: prompts is 4 here and 6 there. Make them equal."),
     ):
         assert refusal("run", prompts, *options, *more) == start + what
-    Path("prompts.jsonl").write_text(prompts.read_text().replace("w5", "w6"))
+    text = prompts.read_text()
+    prompts.write_text(text.replace("w5", "w6"))
     assert refusal("run", prompts, *OPTIONS, *more).startswith(f"{start}prompts differ: prompts_sha256 is ")
     assert not Path("run/evaluation.json").exists(), "refused before anything is decoded"
     assert Path("other/evaluation.json").read_text() == before
@@ -278,9 +280,26 @@ def test_comparisons_that_are_refused(run: Run, prompts: Path) -> None:
         "--against needs an evaluation, and there is no nowhere. Run `paceline evaluate` for it first, on the same "
         "prompts."
     )
-    for text in ("{}", "[]", "nonsense", '{"per_prompt": {"cycles": [1], "cycle_tokens": []}}'):
+    prompts.write_text(text)
+    tree = json.loads(before)
+    tables = [
+        {"cycles": [1] * count, "cycle_tokens": [value] * count}
+        for count, value in ((5, 1), (7, 1), (6, -1), (6, "x"), (6, True), (6, 1.5), (6, 10**400))
+    ]
+    damaged = ("{}", "[]", "nonsense", "[" * 100_000, *(json.dumps(tree | {"per_prompt": one}) for one in tables))
+    for text in damaged:
         Path("other/evaluation.json").write_text(text)
         assert "is no evaluation that can be compared" in refusal("run", prompts, *OPTIONS, *more)
+
+
+def test_too_few_prompts_do_not_tell_two_drafters_apart() -> None:
+    from paceline.recipes.evaluate_texts import against_lines
+
+    ours = {"mean": 2.0, "low": 2.0, "high": 2.0}
+    said = {"evaluation": "x", "left_out": 0, "confidence": 0.95, "own": ours, "other": ours, "difference": ours}
+    assert [any("apart" in line for line in against_lines(said | {"prompts": n})) for n in (1, 5, 6)] == [
+        False, False, True,
+    ]  # fmt: skip
 
 
 # --- the probe
@@ -459,6 +478,10 @@ def test_options_that_do_not_go_together(run: Run, prompts: Path) -> None:
     assert refusal("run", prompts, *server, "--device", "cpu").startswith("--server goes without --device.")
     assert refusal("run", prompts, "--probe", "--against", "x").startswith("--probe goes without --against.")
     assert refusal("run", prompts, "--served-name", "x").startswith("--served-name is of a server, got it without")
+
+
+def test_what_a_sentence_repeats_is_no_order_for_the_terminal(run: Run) -> None:
+    assert refusal(run(), "a\x1b[31mb\x07.jsonl", *OPTIONS).startswith(r"There is no prompt file a\x1b[31mb\x07.jsonl.")
 
 
 def test_a_known_set_without_its_package(run: Run) -> None:

@@ -3,15 +3,17 @@
 `find_drafter` is the one place that says which weights are meant: the finished drafter's or a checkpoint's.
 """
 
+import hashlib
 import json
 import platform
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -82,11 +84,16 @@ class DrafterMeta:
             UserError: it is something else.
         """
         try:
-            return cls(**{**tree, "settings": DrafterSettings.model_validate(tree["settings"])})
+            whole = {**tree, "settings": DrafterSettings.model_validate(tree["settings"])}
+            wrong = [one for one in fields(cls) if type(whole[one.name]) is not one.type]
+            if not wrong:
+                return cls(**whole)
         except (ValueError, TypeError, KeyError) as error:
             raise UserError(
                 f"{place} cannot be understood ({type(error).__name__}). Train again or restore it."
             ) from None
+        name, kind = wrong[0].name, getattr(wrong[0].type, "__name__", wrong[0].type)
+        raise UserError(f"{place} must give {name} as {kind}, got {repr(whole[name])[:60]}. Train again or restore it.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +114,26 @@ class SavedDrafter:
             return load_file(self.path)
         except (FileNotFoundError, SafetensorError) as error:
             raise UserError(f"{self.path} is missing or damaged: {error}. Train again or restore it.") from None
+
+    @property
+    def evaluation(self) -> str:
+        """The file of the run folder that `paceline evaluate` writes for them."""
+        return evaluation_name(self.checkpoint)
+
+
+def weights_sha256(weights: Mapping[str, Tensor]) -> str:
+    """Return a checksum of weights, however a file holds them; by it an evaluation says what it measured."""
+    digest = hashlib.sha256()
+    for name in sorted(weights):
+        tensor = weights[name].detach().to("cpu").contiguous()
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def evaluation_name(checkpoint: str | None) -> str:
+    """Return the file of a run folder that holds a checkpoint's evaluation; None: the finished drafter's."""
+    return "evaluation.json" if checkpoint is None else f"evaluation-{checkpoint}.json"
 
 
 def save_drafter(run: Path, weights: Mapping[str, Tensor], meta: DrafterMeta) -> Path:
@@ -145,7 +172,7 @@ def find_drafter(run: Path, checkpoint: str | None = None) -> SavedDrafter:
         )
     try:
         tree = json.loads(path.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be understood ({type(error).__name__}). Train again or restore it.") from None
     return SavedDrafter(DrafterMeta.from_tree(tree, path), run / "drafter" / "model.safetensors", None)
 
@@ -165,7 +192,7 @@ def load_record(run: Path, name: str) -> dict[str, Any] | None:
         tree = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read as JSON: {error}. Restore it, or remove it.") from None
     if not isinstance(tree, dict):
         raise UserError(f"{path} must hold a JSON object, found {type(tree).__name__}. Restore it, or remove it.")

@@ -98,6 +98,8 @@ def _read_known(name: str, known: _Known) -> PromptSet:
         text = gzip.decompress(raw) if path.suffix == ".gz" else raw
         rows = [json.loads(line) for line in text.splitlines() if line.strip()]
         asked = [known.ask(row) for row in rows]
+        if not asked:
+            raise ValueError("no row")
     except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"{path} is not {known.file} of {known.package} {known.version} ({type(error).__name__}). Install it anew: "

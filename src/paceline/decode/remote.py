@@ -28,6 +28,7 @@ from paceline.decode.stats import Stats, progress_note
 from paceline.records import Completion, PacelineError, RunError, UserError
 
 KEY_VARIABLE = "PACELINE_API_KEY"
+_LAST_PORT = 65535
 _CONNECT_S = 10.0
 _GRACE_S = 5.0  # for connections to be closed
 _LOOK_S = 0.1  # between two looks for a server that takes requests
@@ -282,7 +283,7 @@ def check_url(url: str) -> None:
             f"A server's URL ends with its path, but that of {parts.host} has more behind it. Put a key into "
             f"{KEY_VARIABLE} instead."
         )
-    if parts.scheme not in ("http", "https") or not parts.host:
+    if parts.scheme not in ("http", "https") or not parts.host or (parts.port or 0) > _LAST_PORT:
         shown = "something else with a @ in it" if "@" in url else repr(url)  # what is before it may be a key
         raise UserError(f"A server's URL must look like http://localhost:8000, got {shown}.")
 

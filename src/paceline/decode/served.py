@@ -7,11 +7,12 @@ length includes the target's own token with both.
 """
 
 import asyncio
+import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import httpx2
 
@@ -84,7 +85,9 @@ def served_model(url: str, name: str | None, timeout_s: float) -> str:
     async def ask() -> list[str]:
         async with new_client(timeout_s, 1) as client:
             listed = await exchange(client, f"{_base(url)}/v1/models")
-            return [str(one["id"]) for one in listed.get("data") or [] if isinstance(one, dict) and "id" in one]
+            data = listed.get("data")
+            ids = [one.get("id") for one in data if isinstance(one, dict)] if isinstance(data, list) else []
+            return [one for one in ids if isinstance(one, str)]
 
     names = _run(url, ask())
     if not names:
@@ -114,10 +117,11 @@ def measure(asked: Asked, model: str, on_progress: Progress) -> Served:
 async def _measure_vllm(client: httpx2.AsyncClient, asked: Asked, model: str, on_progress: Progress) -> Served:
     async def send(prompt: Sequence[int], new: int) -> Reply:
         data = await exchange(client, f"{_base(asked.url)}/v1/completions", _completion_body(asked, model, prompt, new))
-        try:
-            return Reply(int(data["usage"]["completion_tokens"]), {})
-        except (KeyError, TypeError, ValueError):
-            raise Failed("an answer without usage.completion_tokens") from None
+        usage = data.get("usage")
+        tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
+        if not _is_count(tokens):
+            raise Failed("an answer without usage.completion_tokens")
+        return Reply(tokens, {})
 
     async def look() -> Counters:
         return read_counters(await fetch_text(client, f"{_base(asked.url)}/metrics"))
@@ -137,6 +141,12 @@ async def _measure_vllm(client: httpx2.AsyncClient, asked: Asked, model: str, on
         if not counted.has(GENERATED) or counted.get(GENERATED) >= tokens or time.monotonic() > until:
             break
         await asyncio.sleep(_LOOK_S)
+    if counted.fell or (counted.has(GENERATED) and counted.get(GENERATED) < tokens):
+        raise RunError(
+            f"{asked.url} (vLLM) counts {counted.get(GENERATED):,.0f} generated tokens more than before, and its "
+            f"answers had {tokens:,}: it was started anew meanwhile, or several engines share the address. Measure one "
+            "engine, and once more."
+        )
     if not counted.drafts:
         raise RunError(f"{asked.url} (vLLM) drafted nothing for {len(replies):,} answers: longer ones are needed.")
     return Served(
@@ -156,8 +166,11 @@ async def _measure_sglang(client: httpx2.AsyncClient, asked: Asked, model: str, 
     async def send(prompt: Sequence[int], new: int) -> Reply:
         data = await exchange(client, f"{_base(asked.url)}/generate", _generate_body(asked, prompt, new))
         told = data.get("meta_info")
-        if not isinstance(told, dict) or not isinstance(told.get("completion_tokens"), int):
+        if not isinstance(told, dict) or not _is_count(told.get("completion_tokens")):
             raise Failed("an answer without meta_info.completion_tokens")
+        for key, fits in _TOLD.items():
+            if told.get(key) is not None and not fits(told[key]):
+                raise Failed(f"an answer whose meta_info.{key} is {repr(told[key])[:60]}")
         return Reply(told["completion_tokens"], told)
 
     try:
@@ -173,7 +186,7 @@ async def _measure_sglang(client: httpx2.AsyncClient, asked: Asked, model: str, 
             "--speculative-algorithm DFLASH."
         )
     replies, seconds = await _send_all(asked, send, on_progress)
-    cycled = [(reply.tokens, int(reply.told.get("spec_verify_ct") or 0), reply.told) for reply in replies]
+    cycled = [(reply.tokens, reply.told.get("spec_verify_ct") or 0, reply.told) for reply in replies]
     cycled = [one for one in cycled if one[1]]
     if not cycled:
         raise RunError(f"{asked.url} (SGLang) drafted nothing for {len(replies):,} answers: longer ones are needed.")
@@ -193,14 +206,34 @@ async def _measure_sglang(client: httpx2.AsyncClient, asked: Asked, model: str, 
 
 def _slots(told: Sequence[dict[str, Any]]) -> tuple[float, ...] | None:
     """Return per-slot acceptance from each request's histogram of accepted drafts a cycle; None if one has none."""
-    names = ("spec_correct_drafts_histogram", "spec_accept_histogram")  # the newer name first
-    found = [next((one[name] for name in names if one.get(name)), None) for one in told]
+    found = [next((one[name] for name in _HISTOGRAMS if one.get(name)), None) for one in told]
     if any(histogram is None for histogram in found):
         return None
     histograms = [histogram for histogram in found if histogram is not None]
     longest = max(map(len, histograms))
     counts = [sum(histogram[at] for histogram in histograms if at < len(histogram)) for at in range(longest)]
     return tuple(sum(counts[at:]) / sum(counts) for at in range(longest)) if sum(counts) else None
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_length(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
+
+
+def _is_histogram(value: object) -> bool:
+    return isinstance(value, list) and all(map(_is_count, value))
+
+
+_HISTOGRAMS = ("spec_correct_drafts_histogram", "spec_accept_histogram")  # the newer name first
+# What is read of meta_info, where it is there.
+_TOLD: dict[str, Callable[[object], bool]] = {
+    "spec_verify_ct": _is_count,
+    "spec_accept_length": _is_length,
+    **dict.fromkeys(_HISTOGRAMS, _is_histogram),
+}
 
 
 # Sending

@@ -1,5 +1,6 @@
 """vLLM's counters of speculative decoding, out of the text of its /metrics."""
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -7,6 +8,7 @@ DRAFTS = "vllm:spec_decode_num_drafts"
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
 GENERATED = "vllm:generation_tokens"
+_USED = {DRAFTS, ACCEPTED, PER_POSITION, GENERATED}
 _SAMPLE = re.compile(r"^(?P<name>[\w:]+?)(?:_total)?(?:\{(?P<labels>.*)\})?\s+(?P<value>\S+)(?:\s+\S+)?$")
 _POSITION = re.compile(r'position="(\d+)"')
 
@@ -30,6 +32,11 @@ class Counters:
         return Counters({key: value - before.sums.get(key, 0.0) for key, value in self.sums.items()})
 
     @property
+    def fell(self) -> bool:
+        """Whether one of a difference's counters was higher before, as after a new start."""
+        return any(value < 0 for (name, _), value in self.sums.items() if name in _USED)
+
+    @property
     def drafts(self) -> int:
         """Draft cycles."""
         return round(self.get(DRAFTS))
@@ -49,13 +56,19 @@ class Counters:
 
 
 def read_counters(text: str) -> Counters:
-    """Return the counters of a Prometheus page; lines of other forms, comments and `_created` times are passed over."""
+    """Return the counters of a Prometheus page; lines of other forms and values that are no number are passed over."""
     sums: dict[tuple[str, int], float] = {}
     for line in text.splitlines():
         found = _SAMPLE.match(line)
         if found is None or not found["name"].startswith("vllm:"):
             continue
+        try:
+            value = float(found["value"])
+        except ValueError:
+            continue
+        if not math.isfinite(value):
+            continue
         position = _POSITION.search(found["labels"] or "")
         key = found["name"], int(position[1]) if position else -1
-        sums[key] = sums.get(key, 0.0) + float(found["value"])
+        sums[key] = sums.get(key, 0.0) + value
     return Counters(sums)

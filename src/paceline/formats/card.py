@@ -40,7 +40,6 @@ _RESULTS = (
     ("max_new_tokens", "longest answer, tokens"),
     ("temperature", "temperature"),
     ("dtype", "number format"),
-    ("lossless", "output equal to plain decoding"),
 )
 
 
@@ -134,11 +133,13 @@ def _serve(block_size: int, layout: str, folder: Path, target: str, revision: st
 
 def _results(evaluation: Mapping[str, Any] | None) -> list[str]:
     if evaluation is None:
-        return ["Not measured: `paceline evaluate` had not been run on this drafter when it was exported."]
+        return ["Not measured: `paceline evaluate` had not been run on these weights when they were exported."]
     rows = [f"| {label} | {_plain(evaluation[key])} |" for key, label in _RESULTS if key in evaluation]
-    slots = evaluation.get("per_slot_acceptance")
-    if slots:
-        rows.append(f"| accepted up to slot 1, 2, … | {' '.join(f'{share:.2f}' for share in slots[1:])} |")
+    near = evaluation.get("near_ties") or 0
+    equal = _plain(evaluation["lossless"]) + (f", but for {near:,} answers that part at a near tie" if near else "")
+    rows.append(f"| output equal to plain decoding | {equal} |")
+    slots = " ".join(f"{share:.2f}" for share in evaluation["per_slot_acceptance"][1:])
+    rows.append(f"| accepted up to slot 1, 2, … | {slots} |")
     return ["Measured by speculative decoding with the target itself:", "", "| | |", "| --- | --- |", *rows]
 
 

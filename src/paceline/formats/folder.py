@@ -89,9 +89,12 @@ def _same(one: Tensor | None, other: Tensor) -> bool:
 
 def is_empty_or_export(folder: Path) -> bool:
     """Return whether a folder holds nothing but what an export writes, so that replacing it loses nothing else."""
-    names = {path.name for path in folder.iterdir()}
+    paths = list(folder.iterdir())
+    names = {path.name for path in paths}
     if not names:
         return True
+    if not all(path.is_file() for path in paths):
+        return False
     others = {name for name in names if not _WEIGHTS.fullmatch(name)} - {"config.json", "README.md", INDEX}
     if others or "config.json" not in names or not any(map(_WEIGHTS.fullmatch, names)):
         return False
@@ -108,7 +111,7 @@ def read_size(text: str, option: str) -> int:
     Raises:
         UserError: it is no size.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]B)", text.strip().upper())
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d+)?)\s*([KMGT]B)", text.strip().upper(), re.ASCII)
     size = int(float(match[1]) * _UNITS[match[2]]) if match else 0
     if size < 1:
         raise UserError(f"{option} must be a size such as 5GB or 500MB, got {text!r}.")

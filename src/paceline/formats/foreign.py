@@ -1,7 +1,7 @@
 """What another tool's folder says of its drafter, in paceline's words; its config.json read key by key."""
 
 import json
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,7 +70,7 @@ class ConfigFile:
         value = self.get(key)
         if value is None:
             return None
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0:
+        if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max:
             return float(value)
         raise self.wrong(key, "a positive number", value)
 
@@ -85,7 +85,7 @@ class ConfigFile:
 
     def wrong(self, key: str, rule: str, value: object) -> UserError:
         """Return the error of a key that does not follow its rule."""
-        found = "it is missing" if value is None else f"got {repr(value)[:60]}"
+        found = "it is missing" if value is None else f"got {shown(value)}"
         return UserError(
             f"{self._path} must give {self._prefix}{key} as {rule}, but {found}. Correct it there, or take another "
             "drafter for train.init_from."
@@ -96,6 +96,12 @@ class ConfigFile:
         return UserError(
             f"The drafter of {self._path.parent} (train.init_from) cannot be taken up: it {what}. Take another one."
         )
+
+
+def shown(value: object) -> str:
+    """Return what to show of a value that somebody else wrote: printable, and not too long."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def read_config(folder: Path) -> ConfigFile:

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from paceline.formats.folder import INDEX
-from paceline.formats.foreign import ForeignDrafter
+from paceline.formats.foreign import ForeignDrafter, shown
 from paceline.records import UserError
 
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -69,7 +69,7 @@ def weight_files(folder: Path) -> list[Path]:
     Raises:
         UserError: there are none, or the index is damaged or names files that are missing.
     """
-    there = {path.name: path for path in sorted(folder.glob("*.safetensors"))}
+    there = {path.name: path for path in sorted(folder.glob("*.safetensors")) if path.is_file()}
     index = folder / INDEX
     if index.is_file():
         try:
@@ -80,7 +80,7 @@ def weight_files(folder: Path) -> list[Path]:
             ) from None
         missing = sorted(str(name) for name in named if name not in there)  # so none can lie outside the folder
         if missing or not named:
-            what = f"{missing[0]}, which is not in the folder" if missing else "no file"
+            what = f"{shown(missing[0])}, which is not in the folder" if missing else "no file"
             raise UserError(f"{index} (train.init_from) names {what}. Fetch the folder again.")
         return [there[name] for name in sorted(named)]
     if "model.safetensors" in there:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from paceline.checkpoint.drafter import DrafterMeta
-from paceline.formats.foreign import ConfigFile
+from paceline.formats.foreign import ConfigFile, shown
 
 
 def qwen3_body(meta: DrafterMeta) -> dict[str, Any]:
@@ -59,11 +59,11 @@ def read_body(config: ConfigFile, dflash: ConfigFile) -> dict[str, Any]:
     """
     heads, hidden_size = config.needed("num_attention_heads"), config.needed("hidden_size")
     if config.get("hidden_act") not in (None, "silu"):
-        raise config.refused(f"has the activation {config.get('hidden_act')!r}, and drafters here have silu")
+        raise config.refused(f"has the activation {shown(config.get('hidden_act'))}, and drafters here have silu")
     for place in (config, dflash):
         for key in _SCALES:
             if place.get(key) not in (None, 1, 1.0):
-                raise config.refused(f"sets {key} to {place.get(key)!r}, which drafters here do not follow")
+                raise config.refused(f"sets {key} to {shown(place.get(key))}, which drafters here do not follow")
     return {
         "hidden_size": hidden_size,
         "vocab_size": config.whole("vocab_size"),
@@ -82,7 +82,7 @@ def _rope_theta(config: ConfigFile) -> float | None:
     for place in (rope, config.section("rope_scaling")):
         kind = place.get("rope_type") or place.get("type")
         if kind not in (None, "default"):
-            raise config.refused(f"scales its rotary positions ({kind}), and drafters here do not")
+            raise config.refused(f"scales its rotary positions ({shown(kind)}), and drafters here do not")
         if "mrope_section" in place:
             raise config.refused("has rotary positions of several axes (mrope_section), and drafters here have one")
     for place in (config, rope):
@@ -97,6 +97,5 @@ def sliding_remark(config: ConfigFile) -> tuple[str, ...]:
     windowed = kinds.count("sliding_attention") if isinstance(kinds, list) else 0
     if not windowed:
         return ()
-    return (
-        f"was trained with {windowed} of {len(kinds)} layers seeing a window of {config.get('sliding_window')} tokens",
-    )
+    width = shown(config.get("sliding_window"))
+    return (f"was trained with {windowed} of {len(kinds)} layers seeing a window of {width} tokens",)

@@ -17,7 +17,7 @@ from paceline.checkpoint.drafter import DrafterMeta
 from paceline.drafter.ends import FrozenEnds
 from paceline.drafter.model import Drafter
 from paceline.formats.folder import write_folder
-from paceline.formats.foreign import ConfigFile, ForeignDrafter
+from paceline.formats.foreign import ConfigFile, ForeignDrafter, shown
 from paceline.formats.qwen3 import dtype_name, qwen3_body, read_body, sliding_remark
 from paceline.formats.zlab import body_weights
 
@@ -95,7 +95,9 @@ def read_speculators(config: ConfigFile) -> ForeignDrafter:
         UserError: it is of another kind than DFlash, or reads the embedding's output as a feature.
     """
     if config.get("speculators_model_type") != "dflash":
-        raise config.refused(f"is a {config.get('speculators_model_type')!r} speculator, and drafters here are DFlash")
+        raise config.refused(
+            f"is a {shown(config.get('speculators_model_type'))} speculator, and drafters here are DFlash"
+        )
     body = read_body(config.section("transformer_layer_config"), config)
     ids = config.layers("aux_hidden_state_layer_ids")
     if ids and min(ids) < 1:

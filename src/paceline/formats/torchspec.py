@@ -21,6 +21,8 @@ def read_torchspec(config: ConfigFile) -> ForeignDrafter:
     taps, layers = config.layers("target_layer_ids"), config.whole("target_num_hidden_layers")
     num_taps = config.whole("num_target_layers")
     if taps is None and layers and num_taps:
+        if num_taps > layers:
+            raise config.refused(f"reads {num_taps:,} of the {layers:,} layers of its target (num_target_layers)")
         taps = default_taps(layers, num_taps)
     return ForeignDrafter(
         layout="TorchSpec",

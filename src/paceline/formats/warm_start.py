@@ -106,9 +106,10 @@ def _check_target(
 def _check_settings(folder: Path, drafter: ForeignDrafter, settings: DrafterSettings) -> None:
     where = f"{folder} (train.init_from)"
     if drafter.taps is None:
+        key = "aux_hidden_state_layer_ids" if drafter.layout == "speculators" else "target_layer_ids"
         raise UserError(
             f"{where} does not say which of the target's layers its drafter reads, and tools disagree about the "
-            "default. Add target_layer_ids to its config.json."
+            f"default. Add {key} to its config.json."
         )
     if drafter.block_size == 1:
         raise UserError(f"The drafter of {where} has block_size 1, so it drafts nothing. Take another one.")

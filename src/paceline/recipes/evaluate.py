@@ -1,29 +1,29 @@
 """`paceline evaluate`: acceptance by true speculative decoding, losslessness and speed on held-out prompts."""
 
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from paceline.checkpoint.drafter import find_drafter
+from paceline.checkpoint.drafter import DrafterMeta, find_drafter, weights_sha256
 from paceline.checkpoint.folder import write_whole
 from paceline.data.prompt_sets import Source
 from paceline.decode.breakdown import by_category, by_context
-from paceline.decode.evaluate import Evaluation, acceptance, decode_all, measure_speedup
+from paceline.decode.evaluate import acceptance, decode_all, measure_speedup
 from paceline.decode.generate import generate
 from paceline.decode.lossless import differences
-from paceline.decode.protocol import Target
-from paceline.decode.sampling import Sampling
 from paceline.decode.speculate import speculate
 from paceline.drafter.ends import FrozenEnds
 from paceline.drafter.model import Drafter
 from paceline.observe.console import Console
-from paceline.recipes.evaluate_against import NAME, compare, load_other, per_prompt
+from paceline.recipes.evaluate_against import compare, load_other, per_prompt
 from paceline.recipes.evaluate_asked import Asking, ask, check_target, tell_beyond, trained_tokens
-from paceline.records import Completion
-from paceline.target.load import describe, load_ends, load_tokenizer
+from paceline.records import Completion, UserError
+from paceline.target.load import TargetFacts, describe, load_ends, load_tokenizer
 from paceline.target.model import DecodingTarget
 
 
@@ -48,54 +48,110 @@ def evaluate(
     best, or steps) takes its weights instead of the finished drafter's; its name is added to the file's,
     RUN/evaluation-step-00001200.json. What is returned is what the file holds, without the table of prompts.
     """
-    # 1. What is asked.
-    numbers = getattr(torch, dtype)
+    # 1. What is asked. The weights are read at once: a run that goes on removes old checkpoints.
     found = find_drafter(run, checkpoint)
-    meta = found.meta
+    place = _free_place(run / found.evaluation)
+    weights, meta = found.weights(), found.meta
+    checksum = weights_sha256(weights)
     facts = describe(moved_to or meta.target)
     check_target(run, meta, facts)
     questions = ask(prompts, asking, load_tokenizer(facts.name), facts)
-    prompt_ids, new = questions.ids, asking.max_new_tokens
     described = {**questions.described, "target": facts.name, "target_revision": facts.revision, "dtype": dtype}
     other = load_other(against, described) if against else None
     trained_on = trained_tokens(run)
-    beyond = tell_beyond(prompt_ids, asking, trained_on, console)
+    beyond = tell_beyond(questions.ids, asking, trained_on, console)
 
     # 2. Both models decode.
-    drafter = Drafter.from_weights(meta.settings, meta.hidden_size, found.weights()).to(device, numbers)
-    target = DecodingTarget(facts, meta.settings.taps, dtype=numbers, device=device)
-    ends = load_ends(facts).to(device, numbers)
-
-    how: dict[str, Any] = {"max_new_tokens": new, "rows": rows, "sampling": asking.sampling}
-
-    def speculative(who: Drafter, what: str, some: Sequence[Sequence[int]]) -> list[Completion]:
-        with console.progress(what, len(some)) as tick:
-            return decode_all(lambda: speculate(target, who, ends, some, **how), len(some), tick)
-
-    with console.progress("plain decoding", len(prompt_ids)) as tick:
-        plain = decode_all(lambda: generate(target, prompt_ids, **how), len(prompt_ids), tick)
-    trained = speculative(drafter, "speculative decoding", prompt_ids)
+    decoding = _load(meta, weights, facts, asking, rows, dtype, device, console)
+    del weights  # which may be gigabytes
+    plain = decoding.plainly(questions.ids)
+    trained = decoding.speculatively(questions.ids)
 
     # 3. What came of it.
     report: dict[str, Any] = {
         "run": str(run),
         "checkpoint": found.checkpoint,
+        "drafter_sha256": checksum,
         "train_steps": meta.steps,
         **described,
         **_accepted(trained, meta.settings.block_size, questions.prompts.categories),
         "trained_tokens": trained_on,
         "prompts_beyond": beyond,
-        **_lossless(target, plain, trained, asking.sampling, dtype, console),
+        **_lossless(decoding, plain, trained),
     }
     if untrained_prompts:
-        report |= _untrained(drafter, meta.settings.block_size, prompt_ids[:untrained_prompts], speculative)
+        report |= _untrained(decoding, questions.ids[:untrained_prompts])
     if timed_prompts:
-        report |= _speed(target, drafter, ends, prompt_ids[:timed_prompts], asking, console)
+        report |= _speed(decoding, questions.ids[:timed_prompts])
     if other:
         report["against"] = compare(other, trained)
-    name = NAME if found.checkpoint is None else f"evaluation-{found.checkpoint}.json"
-    _save(run / name, report, per_prompt(trained, [prompt.key for prompt in questions.prompts.prompts]))
+    _save(place, report, per_prompt(trained, [prompt.key for prompt in questions.prompts.prompts]))
     return report
+
+
+@dataclass(frozen=True, slots=True)
+class _Decoding:
+    """A target and its drafter, loaded, and how they decode."""
+
+    target: DecodingTarget
+    drafter: Drafter
+    ends: FrozenEnds
+    asking: Asking
+    rows: int
+    dtype: str
+    console: Console
+
+    def plainly(self, prompts: Sequence[Sequence[int]]) -> list[Completion]:
+        """Return the answers of the target alone."""
+
+        def decode() -> Iterator[tuple[int, Completion]]:
+            return generate(self.target, prompts, **self._how())
+
+        with self.console.progress("plain decoding", len(prompts)) as tick:
+            return decode_all(decode, len(prompts), tick)
+
+    def speculatively(
+        self, prompts: Sequence[Sequence[int]], drafter: Drafter | None = None, what: str = "speculative decoding"
+    ) -> list[Completion]:
+        """Return the answers with the drafter, or with another one."""
+        who = drafter or self.drafter
+
+        def decode() -> Iterator[tuple[int, Completion]]:
+            return speculate(self.target, who, self.ends, prompts, **self._how())
+
+        with self.console.progress(what, len(prompts)) as tick:
+            return decode_all(decode, len(prompts), tick)
+
+    def _how(self) -> dict[str, Any]:
+        asking = self.asking
+        return {"max_new_tokens": asking.max_new_tokens, "rows": self.rows, "sampling": asking.sampling}
+
+
+def _load(
+    meta: DrafterMeta,
+    weights: Mapping[str, torch.Tensor],
+    facts: TargetFacts,
+    asking: Asking,
+    rows: int,
+    dtype: str,
+    device: str,
+    console: Console,
+) -> _Decoding:
+    numbers = getattr(torch, dtype)
+    drafter = Drafter.from_weights(meta.settings, meta.hidden_size, weights).to(device, numbers)
+    target = DecodingTarget(facts, meta.settings.taps, dtype=numbers, device=device)
+    return _Decoding(target, drafter, load_ends(facts).to(device, numbers), asking, rows, dtype, console)
+
+
+def _free_place(path: Path) -> Path:
+    """Return where the result goes, before anything is decoded for it.
+
+    Raises:
+        UserError: it cannot be written there.
+    """
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise UserError(f"The result goes to {path}, which cannot be written. Make room for it there.")
+    return path
 
 
 def _accepted(done: Sequence[Completion], block_size: int, categories: Sequence[str | None]) -> dict[str, Any]:
@@ -110,20 +166,13 @@ def _accepted(done: Sequence[Completion], block_size: int, categories: Sequence[
     }
 
 
-def _lossless(
-    target: Target,
-    plain: Sequence[Completion],
-    done: Sequence[Completion],
-    sampling: Sampling,
-    dtype: str,
-    console: Console,
-) -> dict[str, Any]:
-    if sampling.temperature > 0 and dtype != "float32":
+def _lossless(decoding: _Decoding, plain: Sequence[Completion], done: Sequence[Completion]) -> dict[str, Any]:
+    if decoding.asking.sampling.temperature > 0 and decoding.dtype != "float32":
         # A draw falls at the edge of two tokens whatever their logits, so no gap tells rounding from a mistake.
         unknown = ("lossless", "first_difference", "near_ties", "mismatches", "largest_gap", "near_tie_bound")
         return dict.fromkeys(unknown)
-    with console.progress("compare with plain decoding") as tick:
-        found = differences(target, plain, done, tick)
+    with decoding.console.progress("compare with plain decoding") as tick:
+        found = differences(decoding.target, plain, done, tick)
     wrong = [one for one in found if not one.near_tie]
     gaps = [one.gap for one in found if one.gap is not None]
     return {
@@ -136,20 +185,27 @@ def _lossless(
     }
 
 
-def _untrained(drafter: Drafter, block_size: int, prompts: Sequence[Any], speculative: Any) -> dict[str, Any]:
+def _untrained(decoding: _Decoding, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
     """The same decoding with initial weights: what acceptance is worth without training."""
+    drafter = decoding.drafter
     weight = drafter.fc.weight
     fresh = Drafter(drafter.settings, drafter.hidden_size).initialise(seed=0).to(weight.device, weight.dtype).eval()
-    result: Evaluation = acceptance(speculative(fresh, "untrained drafter", prompts), block_size)
+    done = decoding.speculatively(prompts, fresh, "untrained drafter")
+    result = acceptance(done, drafter.settings.block_size)
     return {"tau_untrained": result.tau, "untrained_prompts": result.prompts}
 
 
-def _speed(
-    target: Target, drafter: Drafter, ends: FrozenEnds, prompts: Sequence[Any], asking: Asking, console: Console
-) -> dict[str, Any]:
-    new, sampling = asking.max_new_tokens, asking.sampling
-    with console.progress("speed, one prompt at a time", len(prompts)) as tick:
-        speed = measure_speedup(target, drafter, ends, prompts, max_new_tokens=new, sampling=sampling, progress=tick)
+def _speed(decoding: _Decoding, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+    with decoding.console.progress("speed, one prompt at a time", len(prompts)) as tick:
+        speed = measure_speedup(
+            decoding.target,
+            decoding.drafter,
+            decoding.ends,
+            prompts,
+            max_new_tokens=decoding.asking.max_new_tokens,
+            sampling=decoding.asking.sampling,
+            progress=tick,
+        )
     return {**speed, "timed_prompts": len(prompts)}
 
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from paceline.checkpoint.drafter import evaluation_name
+from paceline.data.messages import short
 from paceline.decode.compare import paired_bootstrap
 from paceline.records import Completion, RunError, UserError
 
-NAME = "evaluation.json"
 # What must be equal for a comparison to mean something, and what it is called in a message.
 _SAME = {
     "prompt_ids_sha256": "prompts",
@@ -53,7 +54,7 @@ def load_other(place: Path, described: dict[str, Any]) -> Other:
     Raises:
         UserError: there is none, it cannot be read, or something that decides the result differs.
     """
-    path = place / NAME if place.is_dir() else place
+    path = place / evaluation_name(None) if place.is_dir() else place
     if not path.is_file():
         raise UserError(
             f"--against needs an evaluation, and there is no {path}. Run `paceline evaluate` for it first, on the same "
@@ -61,11 +62,10 @@ def load_other(place: Path, described: dict[str, Any]) -> Other:
         )
     try:
         tree = json.loads(path.read_text())
-        rows = tree["per_prompt"]
-        taus = [_tau(*counts) for counts in zip(rows["cycles"], rows["cycle_tokens"], strict=True)]
         differ = [key for key in _SAME if tree[key] != described[key]]
         behind = [key for key in _BEHIND if tree[key] != described[key]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        taus = [] if differ else _taus(tree["per_prompt"], described["prompts"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(
             f"{path} (--against) is no evaluation that can be compared ({type(error).__name__}: {error}). Evaluate "
             "that run again."
@@ -90,6 +90,21 @@ def compare(other: Other, completions: Sequence[Completion]) -> dict[str, Any]:
     return {"evaluation": str(other.path), "left_out": left_out, **paired_bootstrap(own_P, other_P)}
 
 
+def _taus(rows: dict[str, Any], prompts: int) -> list[float | None]:
+    """Return each prompt's acceptance length out of an evaluation's table.
+
+    Raises:
+        ValueError, KeyError, TypeError: it is no table of so many prompts.
+    """
+    cycles, tokens = rows["cycles"], rows["cycle_tokens"]
+    for name, column in (("cycles", cycles), ("cycle_tokens", tokens)):
+        if not isinstance(column, list) or not all(type(count) is int and 0 <= count < 1 << 53 for count in column):
+            raise ValueError(f"{name} is no list of counts")
+        if len(column) != prompts:
+            raise ValueError(f"{name} has {len(column)} rows for {prompts} prompts")
+    return [_tau(*counts) for counts in zip(cycles, tokens, strict=True)]
+
+
 def _tau(cycles: int, tokens: int) -> float | None:
     return tokens / cycles if cycles else None
 
@@ -108,4 +123,4 @@ def _other_settings(
 
 def _shown(value: Any) -> str:
     text = str(value)
-    return text[:12] if len(text) == 64 else text
+    return text[:12] if len(text) == 64 else short(value) if len(text) > 60 else text

@@ -40,11 +40,6 @@ class Questions:
     ids: list[list[int]]
     described: dict[str, Any]  # of the report
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest prompt."""
-        return max(map(len, self.ids))
-
 
 def ask(source: Source, asking: Asking, tokenizer: Any, facts: TargetFacts) -> Questions:
     """Read the prompts and render them with the target's chat template.

@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.drafter import find_drafter
+from paceline.checkpoint.drafter import evaluation_name, find_drafter
 from paceline.checkpoint.folder import write_whole
 from paceline.data.prompt_sets import Source
 from paceline.decode.served import Asked, measure, served_model
 from paceline.observe.console import Console
-from paceline.recipes.evaluate_against import NAME
 from paceline.recipes.evaluate_asked import Asking, ask
 from paceline.recipes.evaluate_texts import asked_lines, slot_lines
 from paceline.records import UserError
@@ -121,10 +120,10 @@ def _served_target(url: str, model: str) -> TargetFacts:
 def _offline(run: Path, described: dict[str, Any]) -> dict[str, Any] | None:
     """Return what the run's own evaluation says, if it is one of the same prompts and answers' length."""
     try:
-        tree = json.loads((run / NAME).read_text())
+        tree = json.loads((run / evaluation_name(None)).read_text())
         same = ("prompt_ids_sha256", "max_new_tokens", "temperature", "top_p", "top_k")
         if all(tree[key] == described[key] for key in same):
             return {key: tree[key] for key in ("tau_trained", "tau_pooled", "dtype")}
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         pass  # there is none, or one of an earlier version: nothing to hold the server against
     return None

@@ -3,9 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
+from rich.cells import cell_len, set_cell_size
+
 _COLUMNS = 80
 _SLOTS_A_LINE = 8
-_MOST_CATEGORY = 24  # letters
+_MOST_CATEGORY = 24  # columns
+_FEWEST = 6  # prompts that can tell two drafters apart at 95 %: five differ to one side by chance once in 16 times
 
 
 def evaluation_text(report: dict[str, Any]) -> str:
@@ -42,7 +45,7 @@ def asked_lines(report: dict[str, Any]) -> list[str]:
         + (f", {arguments}" if arguments else ""),
         f"decoding  {greedy}{number}, up to {report['max_new_tokens']:,} new tokens",
     ]
-    return [line if len(line) <= _COLUMNS else f"{line[: _COLUMNS - 1]}…" for line in lines]
+    return [_cut(line, _COLUMNS) for line in lines]
 
 
 def slot_lines(shares: Sequence[float]) -> list[str]:
@@ -57,7 +60,8 @@ def slot_lines(shares: Sequence[float]) -> list[str]:
 def against_lines(against: dict[str, Any]) -> list[str]:
     """Return a comparison with another run."""
     level, difference = f"{against['confidence']:.0%}", against["difference"]
-    apart = "" if difference["low"] <= 0 <= difference["high"] else ", apart"
+    sure = against["prompts"] >= _FEWEST and not difference["low"] <= 0 <= difference["high"]
+    apart = ", apart" if sure else ""
     lines = [
         f"against   {_short_path(against['evaluation'])}",
         f"          here {_interval(against['own'])}, there {_interval(against['other'])}",
@@ -86,9 +90,9 @@ def _category_lines(categories: Sequence[dict[str, Any]]) -> list[str]:
         return []
     lines = [f"{'category':>24} {'requests':>10} {'length':>7} {'pooled':>7}"]
     for one in categories:
-        name = one["category"]
-        shown = name if len(name) <= _MOST_CATEGORY else name[: _MOST_CATEGORY - 1] + "…"
-        lines.append(f"{shown:>24} {one['prompts']:>10,} {_number(one['tau']):>7} {_number(one['tau_pooled']):>7}")
+        name = _cut(one["category"], _MOST_CATEGORY)
+        name = " " * (_MOST_CATEGORY - cell_len(name)) + name
+        lines.append(f"{name} {one['prompts']:>10,} {_number(one['tau']):>7} {_number(one['tau_pooled']):>7}")
     return lines
 
 
@@ -121,3 +125,9 @@ def _number(value: float | None) -> str:
 def _short_path(path: str) -> str:
     """Return the end of a path that is too long for a line."""
     return path if len(path) <= 30 else f"…{path[-29:]}"
+
+
+def _cut(text: str, columns: int) -> str:
+    """Return text that somebody wrote as it may stand in a line of a table: printable, and no wider than `columns`."""
+    plain = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
+    return plain if cell_len(plain) <= columns else f"{set_cell_size(plain, columns - 1).rstrip()}…"

@@ -8,11 +8,15 @@ from paceline.recipes.evaluate_texts import evaluation_text
 
 def exported_text(summary: dict[str, Any]) -> str:
     """Return what `export` wrote."""
-    return "\n".join(
+    folders = summary.get("folders", [summary])
+    lines = [
         f"Wrote {told['parameters']:,} parameters ({told['dtype']}, {told['format']} layout) to {told['folder']}; read "
         "back equal."
-        for told in summary.get("folders", [summary])
-    )
+        for told in folders
+    ]
+    if folders[0]["evaluation"] is None:
+        lines.append("The model card gives no acceptance: `paceline evaluate` was not run on these weights.")
+    return "\n".join(lines)
 
 
 def demo_text(report: dict[str, Any], run_dir: Path) -> str:

@@ -1,5 +1,6 @@
 """The drafter that a run starts from, where train.init_from names one."""
 
+import textwrap
 from pathlib import Path
 
 from paceline.config import RunSettings
@@ -26,5 +27,5 @@ def warm_start(settings: RunSettings, facts: TargetFacts, console: Console) -> W
     )
     console.line(f"  starting from the {warm.layout} drafter in {warm.folder}")
     for note in warm.notes:
-        console.line(f"  {note}")
+        console.line(textwrap.fill(note, width=80, initial_indent="  ", subsequent_indent="    "))
     return warm
