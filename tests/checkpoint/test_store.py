@@ -347,6 +347,34 @@ def test_what_was_not_finished_is_swept(run: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["latest", *(f"step-0000000{n}" for n in (2, 4, 6))]
 
 
+def test_a_kill_while_a_checkpoint_is_replaced_loses_none(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loss that was still due after the step of a checkpoint may make it the best, and it is written once more."""
+    rename = Path.rename
+    for killed_at in range(4):  # what was there aside, the new one into its place, `best`, `latest`
+        names = []
+
+        def renamed(path: Path, to: Path, killed_at: int = killed_at, names: list[Path] = names) -> Path:
+            if path.name.endswith(".json.new") or path.parent.name != "checkpoints":
+                return rename(path, to)
+            names.append(path)
+            if len(names) > killed_at:
+                raise KeyboardInterrupt
+            return rename(path, to)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "rename", renamed)
+            patch.setattr("shutil.rmtree", lambda *_, **__: None)
+            with pytest.raises(KeyboardInterrupt):
+                save(run, 6, best=True)
+        store.sweep(run)
+        saved, told = newest(run)
+        assert saved is not None
+        assert (saved.steps, told) == (6, []), killed_at
+        assert sorted(path.name for path in (run / "checkpoints").glob("step-*")) == [
+            f"step-0000000{n}" for n in (2, 4, 6)
+        ]
+
+
 def test_a_failing_write_leaves_what_was_there(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for call in range(20):  # whichever sync fails
         count = [0]

@@ -79,13 +79,12 @@ def expected_row(ids: list[int], prompt: int, row: int, start: int) -> list[tupl
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_row_comes_once_with_its_tokens_and_the_same_blocks(
-    held: CompletionDataset, rows: Rows, layout: str, mixture: Mixture
+    held: CompletionDataset, rows: Rows, layout: str
 ) -> None:
     data = LAYOUTS[layout]
-    after = replace(next(micro_batches(mixture, data, train(), BLOCK)), step=7, epoch=1)
     made = opened(held, data)
     seen: list[int] = []
-    group = list(made.micro_batches(after))
+    group = list(made.micro_batches(7, epoch=1))
     assert [batch.closes_step for batch in group] == [False] * (len(group) - 1) + [True]
     assert {(batch.step, batch.epoch, batch.held_out) for batch in group} == {(7, 1, True)}
     for batch in group:
@@ -122,7 +121,9 @@ def test_they_come_behind_the_steps_that_are_due_and_nothing_else_moves(
     for batch in micro_batches(mixture, data, settings, BLOCK):
         want.append(replace(batch, seq=len(want)))
         if batch.closes_step and (batch.step + 1 in range(3, total, 3) or batch.step + 1 == total):
-            want += [replace(other, seq=len(want) + other.seq) for other in made.micro_batches(batch)]
+            want += [
+                replace(other, seq=len(want) + other.seq) for other in made.micro_batches(batch.step, epoch=batch.epoch)
+            ]
     assert [plain(batch) for batch in whole] == [plain(batch) for batch in want]
     assert sum(batch.held_out and batch.closes_step for batch in whole) == -(-total // 3)
 
@@ -132,6 +133,13 @@ def test_they_come_behind_the_steps_that_are_due_and_nothing_else_moves(
         got = with_held_out(stream, made, lambda n: evaluate.due(n, total))
         for place, (one, other) in enumerate(zip(got, rest, strict=True)):
             assert plain(one) == plain(replace(other, seq=place))
+
+    for owed in (3, total):  # and one that broke before it looked
+        rest = [batch for batch in whole if batch.step >= owed - batch.held_out]
+        stream = micro_batches(mixture, data, settings, BLOCK, first_step=owed)
+        got = with_held_out(stream, made, lambda n: evaluate.due(n, total), owed=owed)
+        for place, (one, other) in enumerate(zip(got, rest, strict=True)):
+            assert plain(one) == plain(replace(other, seq=place, epoch=one.epoch if other.step < owed else other.epoch))
 
 
 def test_without_held_out_rows_the_stream_is_as_it_was(mixture: Mixture) -> None:
@@ -144,13 +152,12 @@ def test_without_held_out_rows_the_stream_is_as_it_was(mixture: Mixture) -> None
 
 
 def test_runs_with_other_seeds_and_other_data_look_at_the_same_blocks(
-    held: CompletionDataset, mixture: Mixture
+    held: CompletionDataset,
 ) -> None:
-    after = next(micro_batches(mixture, DATA, train(), BLOCK))
     evaluate = EvaluateSettings(held_out=str(held.folder), max_rows=MOST)
     one, other = opened(held), open_held_out(evaluate, DATA, train(seed=9), BLOCK, first_row=5)
     assert other is not None
-    for left, right in zip(one.micro_batches(after), other.micro_batches(after), strict=True):
+    for left, right in zip(one.micro_batches(4), other.micro_batches(4), strict=True):
         assert plain(replace(left, samples=())) == plain(replace(right, samples=()))
         assert [row - FIRST_ROW for row in left.samples] == [row - 5 for row in right.samples]
         assert torch.equal(left.input_ids, right.input_ids)

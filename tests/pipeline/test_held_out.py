@@ -2,6 +2,7 @@
 
 import json
 import math
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,11 @@ from paceline.data.store import open_dataset
 from paceline.drafter.model import Drafter
 from paceline.observe.console import Console
 from paceline.recipes.train import train
-from paceline.records import FeatureBatch, RunError
+from paceline.recipes.train_tell import Teller
+from paceline.records import FeatureBatch, RunError, StepReport, TokenBatch
 from paceline.target.load import TargetFacts, load_ends
 from paceline.target.model import FeatureTarget
+from paceline.target.replica import TargetReplica
 from paceline.train.step import DrafterStep
 
 ROWS = 10  # that are looked at, of 14
@@ -237,6 +240,57 @@ def test_a_damaged_row_of_it_ends_the_run_with_its_place(settings: Any) -> None:
     )
     with pytest.raises(RunError, match=sentence):
         train(tree, console=Console(json=True))
+
+
+@pytest.mark.parametrize("steps", [3, 11])
+def test_a_loss_that_was_due_when_the_run_broke_is_known_when_it_goes_on(
+    settings: Any, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    """The step was made and is saved; the held-out rows behind it were not looked at, because no replica was left."""
+    found, weights = run(settings("whole"))
+    made, on_step, features = threading.Event(), Teller.on_step, TargetReplica._features
+
+    def noted(self: Teller, report: StepReport) -> None:
+        on_step(self, report)
+        if report.step + 1 == steps:
+            made.set()
+
+    def breaking(self: TargetReplica, tokens: TokenBatch) -> torch.Tensor:
+        if tokens.held_out and tokens.step + 1 == steps:
+            assert made.wait(60)
+            raise RuntimeError("device lost")
+        return features(self, tokens)
+
+    tree = settings("broken", pipeline={"restarts": 0})
+    with monkeypatch.context() as patch:
+        patch.setattr(Teller, "on_step", noted)
+        patch.setattr(TargetReplica, "_features", breaking)
+        with pytest.raises(RunError, match=f"The state after step {steps} is saved"):
+            train(tree, console=Console(json=True))
+    train(tree, console=Console(json=True), resume=True)
+    place = Path(tree.run_dir)
+    assert of(events(place), "held_out") == of(found, "held_out")
+    end = load_file(place / "drafter" / "model.safetensors")
+    assert all(torch.equal(end[key], weights[key]) for key in weights)
+    best = Path(settings("whole").run_dir) / "checkpoints" / "best"
+    assert (place / "checkpoints" / "best").read_text() == best.read_text()
+
+
+def test_held_out_rows_at_which_two_replicas_fail_are_named_as_such(
+    settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    features = TargetReplica._features
+
+    def breaking(self: TargetReplica, tokens: TokenBatch) -> torch.Tensor:
+        if tokens.held_out:
+            raise RuntimeError("device lost")
+        return features(self, tokens)
+
+    monkeypatch.setattr(TargetReplica, "_features", breaking)
+    with pytest.raises(
+        RunError, match=r"holds rows \d[\d, ]* of evaluate.held_out \(numbered behind all training rows\), so"
+    ):
+        train(settings("broken"), console=Console(json=True))
 
 
 @pytest.mark.slow

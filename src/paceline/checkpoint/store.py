@@ -130,10 +130,17 @@ def prune(run: Path, steps: int, keep: int, *, good: int | None = None) -> None:
 
 
 def sweep(run: Path) -> None:
-    """Remove what a killed process had not finished, and nothing else. Only the owner of the run may."""
+    """Remove what a killed process had not finished, bring back what it was replacing, and touch nothing else.
+
+    Only the run's owner may.
+    """
     folder = folder_of(run)
-    for path in (found for name in (".step-*", ".latest.*", ".best.*") for found in folder.glob(name)):
-        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    for path in [found for name in (".step-*", ".latest.*", ".best.*") for found in folder.glob(name)]:
+        replaced = re.fullmatch(r"\.(step-\d+)\.old\.\d+", path.name)  # see whole_folder
+        if replaced and not (folder / replaced[1]).exists() and not path.is_symlink():
+            path.rename(folder / replaced[1])
+        else:
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def point_best(run: Path, steps: int | None) -> bool:

@@ -52,11 +52,14 @@ class HeldOut:
         return self._build(largest, seq=0, epoch=0, step=0)
 
     def micro_batches(
-        self, after: TokenBatch, *, pin: bool = False, on_bad: OnBad = lambda dataset, bad: None
+        self, step: int, *, epoch: int = 0, pin: bool = False, on_bad: OnBad = lambda dataset, bad: None
     ) -> Iterator[TokenBatch]:
-        """Yield all of them, of the step that `after` closes; their `seq` count from 0. `on_bad`: see build."""
+        """Yield all of them, as of optimizer step `step`, which they follow; their `seq` count from 0.
+
+        `on_bad`: see build.
+        """
         for seq, run in enumerate(self.cuts.runs(0)):
-            yield self._build(run, seq=seq, epoch=after.epoch, step=after.step, pin=pin, on_bad=on_bad)
+            yield self._build(run, seq=seq, epoch=epoch, step=step, pin=pin, on_bad=on_bad)
 
     def _build(self, run: Run, *, seq: int, epoch: int, step: int, **how: Any) -> TokenBatch:
         cut = self.cuts.cut(run, seq=seq, epoch=epoch, first_step=step, batches_per_step=self.cuts.batches)
@@ -111,19 +114,24 @@ def with_held_out(
     held_out: HeldOut | None,
     due: Callable[[int], bool],
     *,
+    owed: int | None = None,
     pin: bool = False,
     on_bad: OnBad = lambda dataset, bad: None,
 ) -> Iterator[TokenBatch]:
     """Pass the run's micro-batches on, and after each step that `due` says, given how many are done, all held-out ones.
 
+    After `owed` steps, which are done before the first of `batches`, they were due and not looked at: they come first.
     `seq` is numbered anew, through both. Held-out rows that turn out to be bad go to `on_bad` (see loader.build).
     """
     if held_out is None:
         yield from batches
         return
     seq = count()
+    if owed is not None:
+        others = held_out.micro_batches(owed - 1, pin=pin, on_bad=on_bad)
+        yield from (replace(other, seq=next(seq)) for other in others)
     for batch in batches:
         yield replace(batch, seq=next(seq))
         if batch.closes_step and due(batch.step + 1):
-            others = held_out.micro_batches(batch, pin=pin, on_bad=on_bad)
+            others = held_out.micro_batches(batch.step, epoch=batch.epoch, pin=pin, on_bad=on_bad)
             yield from (replace(other, seq=next(seq)) for other in others)

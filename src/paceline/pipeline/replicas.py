@@ -114,8 +114,9 @@ class Replicas:
         before = self._suspected.setdefault(batch.seq, error)
         if before is not error:
             rows = ", ".join(map(str, batch.samples[:8])) + ", ..." * (len(batch.samples) > 8)
+            data = "evaluate.held_out (numbered behind all training rows)" if batch.held_out else "the data"
             raise type(error)(
-                f"Two replicas have failed at micro-batch {batch.seq}, which holds rows {rows} of the data, so the "
+                f"Two replicas have failed at micro-batch {batch.seq}, which holds rows {rows} of {data}, so the "
                 f"fault is probably in those: {_sentence(before)} {_sentence(error)} Look at the rows. If features are "
                 "not finite, try target.dtype: float32; or leave the rows out of the dataset; both start anew, in "
                 "another run_dir."

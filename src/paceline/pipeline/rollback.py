@@ -9,6 +9,7 @@ from paceline.checkpoint.saver import Saver
 from paceline.checkpoint.store import Saved
 from paceline.config import RunSettings
 from paceline.records import RunError
+from paceline.runtime import pulse
 from paceline.runtime.gate import Gate
 from paceline.train.guard import Guard
 from paceline.train.ranks import Meeting
@@ -61,10 +62,14 @@ class Rollback:
 
     def _checkpoint(self, guard: Guard) -> Saved:
         """Return the checkpoint that all ranks take; whoever comes first finds it."""
-        with self._lock:
+        with pulse.waiting("the checkpoint that another rank looks for"):
+            self._lock.acquire()
+        try:
             if self._found is None:
                 self._saver.settle()
                 self._found = store.newest_before(self._run, guard.rejected[0].step, tell=self._warn)
+        finally:
+            self._lock.release()
         if self._found is None:
             raise RunError(self._report(guard, "has no whole checkpoint from before them to go back to"))
         return self._found

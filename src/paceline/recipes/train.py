@@ -157,6 +157,8 @@ def _run(
         cut_short = total_steps == settings.train.max_steps
         batches = watched(batches, check, cut_short=cut_short, on_whole=teller.on_whole)
         due = partial(settings.evaluate.due, total_steps=total_steps)
+        # The part before this one may have broken between its last step and the held-out loss that follows.
+        owed = first_step if first_step and due(first_step) and totals.held_out_steps != first_step else None
         try:
             with stop.on_signals():
                 for rows in (mixture, *([held_out.mixture] if held_out else [])):
@@ -166,7 +168,7 @@ def _run(
                     drafter, recompiles = train_in_threads(
                         settings,
                         facts,
-                        batches=with_held_out(batches, held_out, due, pin=pin, on_bad=aside.add),
+                        batches=with_held_out(batches, held_out, due, owed=owed, pin=pin, on_bad=aside.add),
                         largest=largest,
                         total_steps=total_steps,
                         load_ends=lambda: load_ends(facts),

@@ -43,6 +43,7 @@ class Totals:
     rejected_steps: int = 0
     loss: float = float("nan")  # of the last step that was applied
     held_out_loss: float | None = None  # the last one
+    held_out_steps: int | None = None  # after how many steps that was
     seconds: float = 0.0  # of the parts before this one
 
     def add(self, report: StepReport) -> None:
@@ -102,7 +103,7 @@ class Teller:
     def on_held_out(self, report: StepReport) -> None:
         """A held-out loss is known."""
         steps, loss, accept = report.step + 1, report.loss, report.acceptance
-        self.totals.held_out_loss = loss
+        self.totals.held_out_loss, self.totals.held_out_steps = loss, steps
         best = self._best.offer(steps, loss)
         counts = {name: getattr(report, name) for name in ("loss_sum", "weight_sum", "accepted_K", "available_K")}
         more = {"blocks": report.blocks, "tokens": report.tokens, "best": best}

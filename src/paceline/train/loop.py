@@ -30,6 +30,7 @@ def train_loop(
     roll_back: Callable[[int], None] = lambda steps: None,
     meet: Callable[[int], bool] = lambda steps: False,
     between_steps: Callable[[int, bool], None] = lambda steps, last: None,
+    on_whole: Callable[[int], None] = lambda steps: None,
     work: Callable[[], AbstractContextManager[None]] = nullcontext,
     looks: Callable[[int], bool] = lambda steps: False,
     on_held_out: Callable[[StepReport], None] = lambda report: None,
@@ -40,7 +41,8 @@ def train_loop(
     `on_rejected` too; when there were too many of them, `roll_back` is called with how many steps are done.
 
     `meet` gets how many steps are done with the one that ends, sums what the ranks have, and says whether all of them
-    stop after it. `between_steps` gets both once that step is over. `looks` says whether held-out micro-batches follow
+    stop after it. `on_whole` gets how many are done as soon as weights, moments and guard are those after that step,
+    `between_steps` gets both once nothing more belongs to it. `looks` says whether held-out micro-batches follow
     so many steps: then `on_held_out` gets their sums first, and `between_steps` is called once, after them. `work` is
     held around each unit of work (see Gate), never while this rank waits for a batch or for other ranks.
     """
@@ -53,14 +55,14 @@ def train_loop(
             with work():
                 step.load(batch)
                 step.micro()
-                seen.append(step.look(batch.tokens))
+                if not batch.tokens.held_out:
+                    seen.append(step.look(batch.tokens))
         if closing is None:
             continue
         last = meet(closing.step + 1) or last
         if closing.held_out:
             with work():
                 report = _looked_at(step, closing)
-            seen.clear()
             on_held_out(report)
             between_steps(closing.step + 1, last)
             if last:
@@ -79,6 +81,7 @@ def train_loop(
             on_rejected(_rejection(report, rank, broken, suspects))
         if guard.exceeded:
             roll_back(closing.step + 1)
+        on_whole(closing.step + 1)
         if looks(closing.step + 1):
             continue  # a save holds what comes of it, and a stop waits for it
         between_steps(closing.step + 1, last)

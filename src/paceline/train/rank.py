@@ -67,7 +67,7 @@ class DrafterRank:
         self._policy, self._gate, self._alarm = policy, gate, alarm
         self._on_warm, self._stopping, self._between_steps = on_warm, stopping, between_steps
         self._looks, self._on_held_out = looks, on_held_out
-        # How many steps the weights and moments have seen; None while an update may be under way. Of rank 0 alone.
+        # How many steps are done in weights, moments and guard; None while an update or a roll-back may be under way.
         self.whole_steps: int | None = steps_done
         self._fill = fill or (lambda drafter: drafter.initialise(train.seed))
 
@@ -134,8 +134,9 @@ class DrafterRank:
             roll_back=self._told_back,
             meet=self._meet,
             between_steps=self._told_between if first else lambda steps, last: None,
+            on_whole=self._told_whole,
             work=self._gate.work,
-            looks=self._looks_behind,
+            looks=self._looks,
             on_held_out=self._on_held_out if first else lambda report: None,
         )
         if torch.device(self.device).type == "cuda":
@@ -148,9 +149,8 @@ class DrafterRank:
             self.doing, self.whole_steps = f"the update of step {steps - 1}", None
         return last
 
-    def _looks_behind(self, steps: int) -> bool:
+    def _told_whole(self, steps: int) -> None:
         self.whole_steps = steps
-        return self._looks(steps)
 
     def _told_back(self, steps: int) -> None:
         self.doing = f"going back to a checkpoint after step {steps}"
