@@ -6,6 +6,7 @@ m tapped layers, H target width. A stage receives a record and never calls the s
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -108,12 +109,12 @@ class StepReport:
     padded_tokens: int  # what the target saw, padding included
     lr: float
     grad_norm: float
-    applied: bool  # False: loss or norm was not finite or above its limit, and the update changed nothing
+    applied: bool  # False: loss or norm was not finite or above its limit, or no slot had a label; nothing changed
 
     @property
     def loss(self) -> float:
-        """Weighted mean cross-entropy of the step, in nats; 0 where all of its rows are set aside."""
-        return self.loss_sum / self.weight_sum if self.weight_sum else 0.0
+        """Weighted mean cross-entropy of the step, in nats; not a number where no slot has a label."""
+        return self.loss_sum / self.weight_sum if self.weight_sum else math.nan
 
     @property
     def acceptance(self) -> float:

@@ -113,6 +113,23 @@ def test_too_many_damaged_rows_end_the_run_with_the_place_of_one(settings: Any) 
     assert not [thread.name for thread in threading.enumerate() if thread.name == "prefetch"]
 
 
+def test_a_step_without_a_label_is_not_applied_and_named(
+    settings: Any, write_dataset: Callable[..., Path], random_rows: list[tuple[list[int], int]]
+) -> None:
+    """Rows of which no token is supervised, each a step by itself."""
+    bare = {0, 8, 16}
+    dataset = write_dataset([(ids, len(ids) if row in bare else p) for row, (ids, p) in enumerate(random_rows)], "bare")
+    tree = settings("run", data={"dataset": str(dataset), "max_batch": 1}, train={"max_steps": 24})
+    run(tree)
+    place = Path(tree.run_dir)
+    events = [json.loads(line) for line in (place / "events.jsonl").read_text().splitlines()]
+    not_applied = [event for event in events if event["event"] == "step" and not event["applied"]]
+    assert [(event["loss"], event["blocks"]) for event in not_applied] == [("nan", 0)] * 3
+    lines = [json.loads(line) for line in (place / "quarantine.jsonl").read_text().splitlines()]
+    assert {row["dataset_row"] for line in lines for row in line["rows"]} == bare
+    assert events[-1]["rejected_steps"] == 3
+
+
 def test_an_error_of_the_loader_blames_no_micro_batch(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(batches: Iterator[TokenBatch], *rest: Any, **more: Any) -> Iterator[TokenBatch]:
         yield from islice(batches, 3)

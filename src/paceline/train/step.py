@@ -181,7 +181,7 @@ class DrafterStep:
         """Divide the summed gradients by the summed weight, clip them and step at rate `lr`.
 
         `norm` then holds the gradients' norm before clipping. What is not finite or above its limit, loss or norm, is
-        never applied: weights, moments and counts stay as they are.
+        never applied, nor is what no slot had a label for: weights, moments and counts stay as they are.
         """
         self.optimizer.lr.fill_(lr)
         self._update()
@@ -290,7 +290,7 @@ class DrafterStep:
         # The optimizer divides as it reads: a pass over the gradients to divide and one to clip are saved.
         self.optimizer.divisor.copy_(weight * ((norm + 1e-6) / self.settings.clip).clamp_min(1.0))
         told_2 = torch.stack([self.sums[0] / weight, self.norm])
-        fit = torch.isfinite(told_2).all() & (told_2 <= self.limits_2).all()
+        fit = torch.isfinite(told_2).all() & (told_2 <= self.limits_2).all() & (self.sums[1] > 0)
         self.optimizer.skip.copy_(1 - self.apply * fit)
         self.optimizer.step()
         self._refresh()
