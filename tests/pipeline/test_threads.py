@@ -19,7 +19,7 @@ from paceline.drafter.model import Drafter
 from paceline.observe.console import Console
 from paceline.pipeline.channel import OrderedChannel
 from paceline.pipeline.dispenser import Dispenser
-from paceline.recipes import train as recipe
+from paceline.recipes import train_inputs as inputs
 from paceline.recipes.train import train
 from paceline.records import FeatureBatch, RunError, TokenBatch, UserError
 from paceline.target.model import FeatureTarget
@@ -135,7 +135,7 @@ def test_an_error_of_the_loader_blames_no_micro_batch(settings: Any, monkeypatch
         yield from islice(batches, 3)
         raise RunError("the disk is gone")
 
-    monkeypatch.setattr(recipe, "watched", failing)
+    monkeypatch.setattr(inputs, "watched", failing)
     with pytest.raises(RunError, match=r"target replica 0 on cpu failed while running \(waiting for data\): the disk"):
         train(settings("gone"), console=Console(json=True))
 

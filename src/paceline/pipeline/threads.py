@@ -5,7 +5,7 @@ drafter sees the same stream with one replica as with five.
 """
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -22,11 +22,12 @@ from paceline.drafter.model import Drafter
 from paceline.pipeline.channel import Closed, OrderedChannel, check_finite
 from paceline.pipeline.dealer import Dealer
 from paceline.pipeline.dispenser import Dispenser, Outlet
+from paceline.pipeline.listeners import Listeners
 from paceline.pipeline.replicas import Replicas
 from paceline.pipeline.rollback import Rollback
-from paceline.pipeline.supervisor import RoleState, Supervisor
+from paceline.pipeline.supervisor import Supervisor
 from paceline.pipeline.watch import Watch
-from paceline.records import FeatureBatch, Rejection, RunError, StepReport, TokenBatch
+from paceline.records import FeatureBatch, RunError, TokenBatch
 from paceline.runtime.compiling import Policy, forbid_recompiles, warm_compiler
 from paceline.runtime.gate import Gate
 from paceline.target.feature_cache import DiskCache, FeatureCache, MemoryCache, NoCache
@@ -47,29 +48,17 @@ def train_in_threads(
     total_steps: int,
     load_ends: Callable[[], FrozenEnds],
     policy: Policy,
-    on_step: Callable[[StepReport], None],
-    on_held_out: Callable[[StepReport], None],
-    on_state: Callable[[RoleState], None],
-    on_recompile: Callable[[str], None],
-    on_rejected: Callable[[Rejection], None],
-    on_rolled_back: Callable[[int, Saved], None],
-    warn: Callable[[str], None],
     fill: Callable[[Drafter], Drafter] | None,
     start: Saved | None,
     saver: Saver,
     stopping: Callable[[], bool],
-    on_ready: Callable[[], None],
-    on_replica: Callable[..., None],
-    moving: Callable[[], object] = lambda: None,
+    moving: Callable[[], object],
+    told: Listeners,
 ) -> tuple[Drafter, int]:
     """Train a drafter with one thread a role; return it and how often a step would have been compiled again.
 
-    `on_recompile` gets the guard that failed whenever a step does not fit what was compiled and runs uncompiled. Every
-    rank tells `on_rejected` of a step that was not applied; `on_rolled_back` gets how many steps are done and the
-    checkpoint that the run went back to, `warn` a sentence on one that could not be taken.
     `fill` gives each rank's drafter its first weights; None draws them. Training goes on from `start`, where `batches`
-    have to begin. Once `stopping` says so, it ends with the step that is under way, saved. `on_ready` is called when
-    all roles are. `on_replica` gets the events of replicas (see Replicas) and `batch_split`. What `moving` returns
+    have to begin. Once `stopping` says so, it ends with the step that is under way, saved. What `moving` returns
     changes while data is read that the roles wait for.
 
     Raises:
@@ -83,12 +72,12 @@ def train_in_threads(
     source = Dispenser(ahead, on_end=lambda count: channel.finish(count))
     channel = OrderedChannel(int(pipeline.credit_gib * 2**30), source.missing_before)
     cache = make_cache(pipeline, Path(settings.run_dir))
-    replicas = _replicas(settings, facts, largest, source, cache, channel, gate, on_replica)
+    replicas = _replicas(settings, facts, largest, source, cache, channel, gate, told.on_replica)
     dealer = Dealer(channel, len(pipeline.drafters))
     meeting = Meeting(len(pipeline.drafters))
     history = start.state["guard"] if start else None
     guards = [Guard(settings.guard, settings.train.clip, history) for _ in pipeline.drafters]
-    roll_back = Rollback(settings, saver=saver, meeting=meeting, gate=gate, tell=on_rolled_back, warn=warn)
+    roll_back = Rollback(settings, saver=saver, meeting=meeting, gate=gate, tell=told.on_rolled_back, warn=told.warn)
 
     def between_steps(step: DrafterStep, steps: int, last: bool) -> None:
         guard = guards[0]
@@ -98,41 +87,24 @@ def train_in_threads(
             channel.stop()
             ahead.close()
 
-    def on_warm(rank: int, step: DrafterStep) -> None:
-        if start is not None:
-            step.restore(start.tensors())
-        if rank == 0:
-            saver.prepare(step.state())
-
-    ranks = [
-        DrafterRank(
-            rank,
-            device,
-            drafter=settings.drafter,
-            train=settings.train,
-            hidden_size=facts.hidden_size,
-            target_revision=facts.revision,
-            load_ends=load_ends,
-            source=dealer.stream(rank),
-            meeting=meeting,
-            total_steps=total_steps,
-            on_step=on_step,
-            guard=guards[rank],
-            on_rejected=on_rejected,
-            roll_back=roll_back,
-            policy=policy,
-            gate=gate,
-            alarm=on_recompile,
-            fill=fill,
-            on_warm=partial(on_warm, rank),
-            stopping=stopping,
-            between_steps=between_steps,
-            looks=lambda steps: settings.evaluate.due(steps, total_steps),
-            on_held_out=on_held_out,
-            steps_done=start.steps if start else 0,
-        )
-        for rank, device in enumerate(pipeline.drafters)
-    ]
+    ranks = _ranks(
+        settings,
+        facts,
+        dealer=dealer,
+        meeting=meeting,
+        total_steps=total_steps,
+        load_ends=load_ends,
+        guards=guards,
+        roll_back=roll_back,
+        policy=policy,
+        gate=gate,
+        fill=fill,
+        start=start,
+        saver=saver,
+        stopping=stopping,
+        between_steps=between_steps,
+        told=told,
+    )
 
     def release() -> None:
         source.stop()
@@ -146,14 +118,14 @@ def train_in_threads(
     def all_ready() -> None:
         settled.enter_context(forbid_recompiles())
         saver.begin()
-        on_ready()
+        told.on_ready()
 
     supervisor = Supervisor(
         [*replicas.first, *ranks],
         threads=[pipeline.target_threads] * len(replicas.first) + [pipeline.drafter_threads] * len(ranks),
         release=release,
         ended=(Closed, BrokenBarrierError),
-        on_state=on_state,
+        on_state=told.on_state,
         gate=gate,
         on_ready=all_ready,
         care=replicas,
@@ -178,6 +150,62 @@ def _run(
         rest = supervisor.came_to_rest(rank, settings.pipeline.work_timeout_s)
         saved = _save_what_is_whole(rank if rest else None, guard, start, saver, Path(settings.run_dir))
         raise type(error)(f"{error} {saved}") from error
+
+
+def _ranks(
+    settings: RunSettings,
+    facts: TargetFacts,
+    *,
+    dealer: Dealer,
+    meeting: Meeting,
+    total_steps: int,
+    load_ends: Callable[[], FrozenEnds],
+    guards: Sequence[Guard],
+    roll_back: Rollback,
+    policy: Policy,
+    gate: Gate,
+    fill: Callable[[Drafter], Drafter] | None,
+    start: Saved | None,
+    saver: Saver,
+    stopping: Callable[[], bool],
+    between_steps: Callable[[DrafterStep, int, bool], None],
+    told: Listeners,
+) -> list[DrafterRank]:
+    def on_warm(rank: int, step: DrafterStep) -> None:
+        if start is not None:
+            step.restore(start.tensors())
+        if rank == 0:
+            saver.prepare(step.state())
+
+    return [
+        DrafterRank(
+            rank,
+            device,
+            drafter=settings.drafter,
+            train=settings.train,
+            hidden_size=facts.hidden_size,
+            target_revision=facts.revision,
+            load_ends=load_ends,
+            source=dealer.stream(rank),
+            meeting=meeting,
+            total_steps=total_steps,
+            on_step=told.on_step,
+            guard=guards[rank],
+            on_rejected=told.on_rejected,
+            roll_back=roll_back,
+            policy=policy,
+            gate=gate,
+            alarm=told.on_recompile,
+            fill=fill,
+            on_warm=partial(on_warm, rank),
+            stopping=stopping,
+            between_steps=between_steps,
+            looks=lambda steps: settings.evaluate.due(steps, total_steps),
+            on_held_out=told.on_held_out,
+            steps_done=start.steps if start else 0,
+        )
+        for rank, device in enumerate(settings.pipeline.drafters)
+    ]
 
 
 def _replicas(

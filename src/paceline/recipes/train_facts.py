@@ -1,27 +1,28 @@
-"""What a run says of itself in its checkpoints, its provenance and its drafter."""
+"""What a run says of itself in its checkpoints, its provenance, its drafter and its first events."""
 
 from pathlib import Path
 from typing import Any
 
+from paceline.checkpoint.best import Best
 from paceline.checkpoint.drafter import DrafterMeta, save_provenance, versions
+from paceline.checkpoint.store import Saved
 from paceline.config import RunSettings
-from paceline.data.held_out import HeldOut
-from paceline.data.mixture import Mixture
 from paceline.formats.warm_start import WarmStart
+from paceline.observe.events import EventLog
+from paceline.recipes.train_inputs import Inputs
 from paceline.target.load import TargetFacts
 
 
-def fixed_facts(
-    settings: RunSettings, facts: TargetFacts, mixture: Mixture, held_out: HeldOut | None, total_steps: int
-) -> dict[str, Any]:
+def fixed_facts(settings: RunSettings, inputs: Inputs) -> dict[str, Any]:
     """Return what a checkpoint says of its run: what must be the same when it goes on, and what made it."""
+    held_out = inputs.held_out
     return {
         "settings": settings.model_dump(mode="json"),
-        "total_steps": total_steps,
-        "target_revision": facts.revision,
-        "datasets": [dataset.fingerprint for dataset in mixture.datasets],
+        "total_steps": inputs.total_steps,
+        "target_revision": inputs.facts.revision,
+        "datasets": [dataset.fingerprint for dataset in inputs.mixture.datasets],
         "held_out": held_out.dataset.fingerprint if held_out else None,
-        "drafter": drafter_meta(settings, facts, 0).tree(),
+        "drafter": drafter_meta(settings, inputs.facts, 0).tree(),
         "versions": versions(),
     }
 
@@ -40,14 +41,13 @@ def drafter_meta(settings: RunSettings, facts: TargetFacts, steps: int) -> Draft
     )
 
 
-def say_what_made_it(
-    run: Path, facts: TargetFacts, mixture: Mixture, held_out: HeldOut | None, warm: WarmStart | None
-) -> None:
+def say_what_made_it(run: Path, inputs: Inputs, warm: WarmStart | None) -> None:
     """Write provenance.json."""
+    facts, held_out = inputs.facts, inputs.held_out
     target = {"name": facts.name, "folder": str(facts.folder), "revision": facts.revision}
     made = [
         {"folder": str(dataset.folder), "rows": dataset.fingerprint, "longest": dataset.manifest.longest}
-        for dataset in mixture.datasets
+        for dataset in inputs.mixture.datasets
     ]
     save_provenance(
         run,
@@ -56,3 +56,17 @@ def say_what_made_it(
         held_out={"folder": str(held_out.dataset.folder), "rows": held_out.dataset.fingerprint} if held_out else None,
         init=warm.as_dict() if warm else None,
     )
+
+
+def tell_begin(
+    events: EventLog, settings: RunSettings, inputs: Inputs, start: Saved | None, warm: WarmStart | None, best: Best
+) -> None:
+    """Write what a run begins with, or goes on from."""
+    tree = settings.model_dump(mode="json")
+    if start is not None:
+        events.write("resumed", steps=start.steps, checkpoint=str(start.folder), best=best.state(), settings=tree)
+        return
+    events.write("started", settings=tree)
+    events.write("plan", **inputs.buckets.as_dict(), steps=inputs.total_steps)
+    if warm is not None:
+        events.write("warm_start", **warm.as_dict())

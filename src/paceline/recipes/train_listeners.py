@@ -1,0 +1,25 @@
+"""Who is told of what while `paceline train` works."""
+
+from paceline.config import RunSettings
+from paceline.observe.console import Console
+from paceline.pipeline.listeners import Listeners
+from paceline.recipes.train_guard import GuardTeller
+from paceline.recipes.train_stop import StopRequest
+from paceline.recipes.train_tell import Teller
+
+
+def listeners(
+    settings: RunSettings, teller: Teller, guard: GuardTeller, stop: StopRequest, console: Console
+) -> Listeners:
+    """Return them: the run's events go to `teller` and `guard`, and `stop` learns when there is a step to finish."""
+    return Listeners(
+        on_state=teller.on_state,
+        on_ready=stop.begin,
+        on_step=guard.watched(teller.on_step, settings.pipeline.drafters + settings.pipeline.targets),
+        on_held_out=teller.on_held_out,
+        on_rejected=guard.on_rejected,
+        on_rolled_back=teller.on_rolled_back,
+        on_recompile=teller.on_recompile,
+        on_replica=teller.on_replica,
+        warn=console.line,
+    )
