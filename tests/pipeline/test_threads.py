@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from paceline.config import RunSettings
 from paceline.config_file import dump_settings, load_settings
+from paceline.data import loader
 from paceline.data.prefetch import Prefetch
 from paceline.drafter.model import Drafter
 from paceline.observe.console import Console
@@ -113,13 +114,15 @@ def test_too_many_damaged_rows_end_the_run_with_the_place_of_one(settings: Any) 
     assert not [thread.name for thread in threading.enumerate() if thread.name == "prefetch"]
 
 
-def test_a_step_without_a_label_is_not_applied_and_named(
-    settings: Any, write_dataset: Callable[..., Path], random_rows: list[tuple[list[int], int]]
-) -> None:
-    """Rows of which no token is supervised, each a step by itself."""
-    bare = {0, 8, 16}
-    dataset = write_dataset([(ids, len(ids) if row in bare else p) for row, (ids, p) in enumerate(random_rows)], "bare")
-    tree = settings("run", data={"dataset": str(dataset), "max_batch": 1}, train={"max_steps": 24})
+def test_a_step_without_a_label_is_not_applied_and_named(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows in which no anchor is found, each a step by itself; a plan that knew of it would have left them out."""
+    bare, whole = {0, 8, 16}, loader.blocks.sample_anchors
+
+    def sample(candidates: Any, most: int, *, seed: int, epoch: int, sample: int) -> Any:
+        return whole(candidates[: 0 if sample in bare else None], most, seed=seed, epoch=epoch, sample=sample)
+
+    monkeypatch.setattr(loader.blocks, "sample_anchors", sample)
+    tree = settings("run", data={"max_batch": 1}, train={"max_steps": 24})
     run(tree)
     place = Path(tree.run_dir)
     events = [json.loads(line) for line in (place / "events.jsonl").read_text().splitlines()]
