@@ -7,6 +7,7 @@ m tapped layers, H target width. A stage receives a record and never calls the s
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,15 @@ class RunError(PacelineError):
 
 class Hung(RunError):
     """A run in which a thread never came back. It cannot be ended, so the command leaves it behind."""
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, what it came from, and so on, each once: an error may be its own cause."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 INTERRUPTED_STATUS = 75  # EX_TEMPFAIL of sysexits.h: a script does not go on, and a scheduler may start it again

@@ -86,6 +86,22 @@ def test_replicas_that_fail_are_restarted_up_to_the_budget_and_losses_stay_the_s
     assert "; it stays out" in out
 
 
+@pytest.mark.timeout(60)
+def test_an_error_that_is_its_own_cause_is_survived(settings: Any, break_features: Any) -> None:
+    expected, left = losses(settings("whole")), [3]
+
+    def fault(replica: TargetReplica, tokens: TokenBatch) -> None:
+        if tokens.seq in left:
+            left.remove(tokens.seq)
+            error = RuntimeError("device lost")
+            raise error from error
+
+    break_features(fault)
+    broken = settings("broken")
+    assert losses(broken) == expected
+    assert len(told(broken, "replica_failed")) == 1
+
+
 def test_the_weights_of_who_failed_are_gone_before_it_is_built_anew(
     settings: Any, break_features: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

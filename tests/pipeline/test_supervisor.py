@@ -119,6 +119,24 @@ def test_an_error_without_a_message_still_says_where() -> None:
         supervise(FakeRole("drafter rank 0", warm=fail(AssertionError())))
 
 
+class Mute(Exception):
+    """Cannot say what it is."""
+
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+def test_an_error_that_cannot_be_printed_is_named() -> None:
+    with pytest.raises(RunError, match=r"failed while running: Mute without a message in stage \("):
+        supervise(FakeRole("drafter rank 0", run=fail(Mute())))
+
+
+def test_a_very_long_error_is_cut() -> None:
+    with pytest.raises(RunError, match=r"failed while running: RuntimeError: begin x+ \[\.\.\.\] x+ end$") as told:
+        supervise(FakeRole("drafter rank 0", run=fail(RuntimeError(f"begin {'x' * 10**6} end"))))
+    assert len(str(told.value)) < 5000
+
+
 def test_a_role_that_is_not_ready_in_time_is_named_and_does_not_hang_the_run() -> None:
     stuck = FakeRole("target replica 0", load=lambda: time.sleep(1.5))
     with pytest.raises(RunError, match=r"Not every role was ready .*0.3 s.*target replica 0 is still loading"):

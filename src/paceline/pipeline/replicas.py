@@ -17,7 +17,7 @@ from paceline.pipeline.channel import OrderedChannel
 from paceline.pipeline.dispenser import Dispenser, Outlet
 from paceline.pipeline.supervisor import Role
 from paceline.pipeline.watch import write_stacks
-from paceline.records import Hung, RunError, TokenBatch
+from paceline.records import Hung, RunError, TokenBatch, causes
 from paceline.target.replica import TargetReplica
 
 Build = Callable[[int, str, Outlet], TargetReplica]
@@ -137,10 +137,8 @@ def _free(role: Role, error: BaseException) -> None:
     """Let go of all that a replica which failed has on its device, before it is built anew."""
     if isinstance(role, TargetReplica):
         role.unload()
-    part: BaseException | None = error
-    while part is not None:
+    for part in causes(error):
         traceback.clear_frames(part.__traceback__)
-        part = part.__cause__ or part.__context__
     gc.collect()
     if torch.device(role.device).type == "cuda":
         with suppress(RuntimeError):  # of a device that is beyond help; who is built anew on it says so

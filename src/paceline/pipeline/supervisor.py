@@ -24,6 +24,7 @@ from paceline.runtime.gate import Gate
 from paceline.runtime.pulse import Pulse, adopt
 
 GRACE_S = 5.0  # how long other roles may take to leave after a failure
+_LONGEST = 2000  # characters of an error's begin, and of its end, that are told
 
 
 @runtime_checkable
@@ -298,14 +299,21 @@ def _compare(first: RoleState, other: RoleState) -> None:
 
 def _failure(report: RoleState, before: str) -> RunError:
     """Return a role's failure as a sentence, with the error as its cause."""
-    error = report.error
-    cause = str(error) if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
-    if error is not None and not str(error).strip():  # an empty message still has a place
+    error, told = report.error, _text(report.error)
+    cause = told if isinstance(error, PacelineError) else f"{type(error).__name__}: {told}"
+    if error is not None and not told:  # an empty message still has a place
         frame = traceback.extract_tb(error.__traceback__)[-1]
         cause = f"{type(error).__name__} without a message in {frame.name} ({frame.filename}:{frame.lineno})"
     doing = f" ({report.role.doing})" if report.role.doing else ""
-    failure = RunError(
-        f"{report.role.name} on {report.role.device} failed while {before}{doing}: {' '.join(cause.split())}"
-    )
+    failure = RunError(f"{report.role.name} on {report.role.device} failed while {before}{doing}: {cause}")
     failure.__cause__ = error
     return failure
+
+
+def _text(error: BaseException | None) -> str:
+    """Return an error's message in one line that is not too long; "" if it has none or cannot make one."""
+    try:
+        text = " ".join(str(error).split())
+    except Exception:
+        return ""
+    return text if len(text) <= 2 * _LONGEST else f"{text[:_LONGEST]} [...] {text[-_LONGEST:]}"

@@ -149,7 +149,7 @@ def _run(
             raise
         rest = supervisor.came_to_rest(rank, settings.pipeline.work_timeout_s)
         saved = _save_what_is_whole(rank if rest else None, guard, start, saver, Path(settings.run_dir))
-        raise type(error)(f"{error} {saved}") from error
+        raise type(error)(f"{str(error).rstrip('.')}. {saved}") from error
 
 
 def _ranks(

@@ -11,7 +11,7 @@ import torch
 from paceline.config import DrafterSettings, TrainSettings
 from paceline.drafter.ends import FrozenEnds
 from paceline.drafter.model import Drafter
-from paceline.records import Rejection, RunError, StepReport
+from paceline.records import Rejection, RunError, StepReport, causes
 from paceline.runtime.compiling import Policy
 from paceline.runtime.gate import Gate
 from paceline.train.guard import Guard
@@ -230,20 +230,13 @@ def _ran_out(error: BaseException) -> bool:
     """Return whether an error is one of memory or came while one was handled, as when a capture is broken off."""
     return any(
         isinstance(part, torch.OutOfMemoryError) or (isinstance(part, RuntimeError) and _NO_MEMORY.search(str(part)))
-        for part in _causes(error)
+        for part in causes(error)
     )
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error, what it came from, and so on."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def _let_go(error: BaseException) -> None:
     """Free what was being built when an error came: its frames hold it."""
-    for part in _causes(error):
+    for part in causes(error):
         traceback.clear_frames(part.__traceback__)
     gc.collect()
 
