@@ -138,6 +138,18 @@ def test_after_that_the_run_stops_with_a_report_and_a_checkpoint(lab: Any, survi
         assert other.status() == 0, other.text()
 
 
+def test_a_save_that_takes_long_is_waited_for_before_the_run_goes_back(lab: Any, survival: Any) -> None:
+    """Both ranks wait for it, and neither hangs."""
+    changes: Any = TWO_RANKS | {"guard": GUARD, "checkpoint": {"every_steps": 3}}
+    changes["pipeline"] = changes["pipeline"] | {"work_timeout_s": 2}
+    run = lab.settings("slow", changes)
+    with survival.trial(ROLLED_BACK, "during a save"):
+        child = lab.train(run, slow_s=1.2, fault=("poison", {"steps": {7: "nan", 9: "nan", 10: "nan"}}))
+        assert child.status() == 0, child.text()
+        assert [event["to"] for event in lab.events(run) if event["event"] == "rolled_back"] == [3]
+        assert child.text().index("saved after step 3") < child.text().index("is that of step 3 again")
+
+
 def test_without_a_checkpoint_from_before_the_run_stops_with_a_report(lab: Any, survival: Any) -> None:
     run = lab.settings("early", {"guard": GUARD})
     with survival.trial(STOPPED, "no checkpoint"):

@@ -1,8 +1,10 @@
-"""Going back to a checkpoint: who waits for whom, and how long that may take."""
+"""Going back to a checkpoint: who waits for whom and for how long, and what a run that cannot says."""
 
 import threading
 import time
 from typing import Any
+
+import pytest
 
 from paceline.checkpoint.saver import Saver
 from paceline.config import GuardSettings
@@ -62,3 +64,15 @@ def test_a_rank_that_waits_for_another_ones_look_at_the_disk_does_not_seem_to_ha
     assert kind == "waits"
     assert len(errors) == 2
     assert all("has no whole checkpoint from before them to go back to" in error for error in errors)
+
+
+@pytest.mark.parametrize(("rejected", "offered"), [(5, 100), (150, 1500)])
+def test_other_limits_that_are_offered_permit_more(settings: Any, rejected: int, offered: int) -> None:
+    limits = GuardSettings(rejected=rejected)
+    tree = settings("run").model_copy(update={"guard": limits})
+    saver, meeting, step = (object.__new__(kind) for kind in (Saver, Meeting, DrafterStep))  # which it does not ask
+    roll_back = Rollback(tree, saver=saver, meeting=meeting, gate=Gate(), tell=lambda *_: None, warn=lambda _: None)
+    guard = Guard(limits, 1.0)
+    guard.roll_back(0)
+    with pytest.raises(RunError, match=rf"--resume guard\.rejected={offered}`"):
+        roll_back(0, step, guard, 7)

@@ -66,7 +66,6 @@ class Rollback:
             self._lock.acquire()
         try:
             if self._found is None:
-                self._saver.settle()
                 self._found = store.newest_before(self._run, guard.rejected[0].step, tell=self._warn)
         finally:
             self._lock.release()
@@ -79,7 +78,7 @@ class Rollback:
             f"step {step}: {told}, rows {', '.join([*map(str, rows), '…'])}" for step, told, rows in guard.rejected
         )
         limits = guard.settings
-        command = store.resume_command(self._run, "--resume guard.rejected=100")
+        command = store.resume_command(self._run, f"--resume guard.rejected={max(100, 10 * limits.rejected)}")
         return (
             f"At most {limits.rejected} (guard.rejected) of {limits.window} steps (guard.window) may be rejected, "
             f"got {len(guard.rejected)} ({steps}), and the run {obstacle}. All their rows are in "
