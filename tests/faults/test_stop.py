@@ -198,3 +198,15 @@ def test_a_run_whose_terminal_closes_is_saved(lab: Any) -> None:
     steps = lab.told(run, "step")
     assert (run / "checkpoints" / "latest").read_text() == f"step-{steps:08d}"
     assert f"after step {steps:,} of 20,000, saved." in lab.events(run)[-1]["message"]
+
+
+def test_a_run_outlives_its_standard_output(lab: Any, survival: Any) -> None:
+    whole, run = lab.settings("whole"), lab.settings("mute")
+    with survival.trial("standard output on a full disk", 0):
+        assert lab.train(whole, fault=("poison", {"steps": {5: "nan"}})).status() == 0
+        child = lab.train(run, fault=("mute", {"at": 4}))
+        assert child.status() == 0, child.text()
+        (lost,) = (event for event in lab.events(run) if event["event"] == "console_lost")
+        assert lost["message"] == "Standard output cannot be written: No space left on device."
+        assert lab.told(run, "checkpoint_failed") == 0
+        lab.assert_equal(run, whole)

@@ -3,12 +3,14 @@
 import io
 import os
 import pty
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from paceline.observe import console as module
 from paceline.observe.console import Console
+from paceline.records import RunError
 
 
 @pytest.fixture
@@ -59,3 +61,28 @@ def test_a_terminal_that_was_closed_fails_nobody(monkeypatch: pytest.MonkeyPatch
         os.close(terminal)
         for _ in range(3):
             console.line("and nobody this")
+
+
+@pytest.mark.parametrize("kind", ["full disk", "pipe"])
+def test_work_outlives_a_stream_that_cannot_be_written_any_more(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    told: list[str] = []
+    with Path("/dev/full").open("w") as full, os.fdopen(writer, "w") as pipe:
+        monkeypatch.setattr("sys.stdout", full if kind == "full disk" else pipe)
+        console = Console()
+        with console.outlived(told.append):
+            console.line("one")
+            console.line("two")
+    cause = {"full disk": "No space left on device", "pipe": "nobody reads it any more"}[kind]
+    assert told == [f"Standard output cannot be written: {cause}."]
+
+
+def test_other_work_ends_with_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        console = Console()
+        with console.outlived(lambda text: None):
+            pass
+        with pytest.raises(RunError, match="Standard output cannot be written: No space left on device"):
+            console.line("one")

@@ -5,7 +5,7 @@ import io
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import IO, Any, Protocol, runtime_checkable
 
@@ -42,6 +42,8 @@ class Console:
         self.rich = RichConsole(stderr=json, highlight=False, soft_wrap=False)
         self._began = time.monotonic()
         self._terminal = self.rich.is_terminal  # a terminal that was closed is none any more
+        self._name = "error" if json else "output"
+        self._on_lost: Callable[[str], None] | None = None
         stream = self.rich.file
         if isinstance(stream, io.TextIOWrapper):  # one that has no such letter shows its number, and goes on
             stream.reconfigure(errors="backslashreplace")
@@ -63,6 +65,18 @@ class Console:
         for row in rows:
             table.add_row(*row)
         self._print(table)
+
+    @contextmanager
+    def outlived(self, on_lost: Callable[[str], None]) -> Iterator[None]:
+        """Until the block ends, let no work end because the stream cannot be written any more.
+
+        Nothing is shown from then on; `on_lost` gets the cause.
+        """
+        self._on_lost = on_lost
+        try:
+            yield
+        finally:
+            self._on_lost = None
 
     @property
     def shows_time_left(self) -> bool:
@@ -95,17 +109,23 @@ class Console:
         """Print. To a terminal that was closed nothing is printed any more; SIGHUP says what becomes of the run.
 
         Raises:
-            RunError: the stream cannot be written, a full disk's perhaps.
+            RunError: the stream cannot be written, a full disk's perhaps; not while it is outlived.
         """
         try:
             self.rich.print(what, **how)
-        except BrokenPipeError:  # who read has read enough
-            raise
-        except OSError as error:
+        except (OSError, SystemExit) as error:
+            # Who read has read enough; rich then wants to end the process.
+            unread = isinstance(error, BrokenPipeError | SystemExit)
+            if unread and self._on_lost is None:
+                raise
             _give_up(self.rich.file)
-            if error.errno == errno.EIO and self._terminal:
+            if getattr(error, "errno", None) == errno.EIO and self._terminal:
                 return
-            raise _cannot_write("error" if self.rich.stderr else "output", error) from None
+            if self._on_lost is not None:
+                cause = "nobody reads it any more" if unread else getattr(error, "strerror", None)
+                self._on_lost(f"Standard {self._name} cannot be written: {cause}.")
+            elif isinstance(error, OSError):
+                raise _cannot_write(self._name, error) from None
 
     def _bar(self, what: str, total: int | None) -> Iterator[Tick]:
         columns = (

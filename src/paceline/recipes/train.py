@@ -80,7 +80,12 @@ def _run(
 ) -> dict[str, Any]:
     run, total_steps = Path(settings.run_dir), inputs.total_steps
     # 3. Roles start, agree, work.
-    with EventLog(run) as events, Quarantine(run) as quarantine, console.progress("train", total_steps) as tick:
+    with (
+        EventLog(run) as events,
+        Quarantine(run) as quarantine,
+        console.outlived(lambda text: events.write("console_lost", message=text)),
+        console.progress("train", total_steps) as tick,
+    ):
         totals = Totals(**start.state["totals"]) if start else Totals()
         teller = Teller(
             settings,
