@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -23,11 +24,12 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from paceline import __version__, cli
-from paceline.cli_options import read_template_arg
+from paceline.cli_options import finish, read_template_arg
 from paceline.config import DrafterSettings, RunSettings
 from paceline.config_file import dump_settings, load_settings
 from paceline.data.completions import shard_files
 from paceline.data.store import open_dataset
+from paceline.observe.console import Console
 from paceline.records import PacelineError, RunError, UserError
 
 GROUP = typer.main.get_command(cli.app)
@@ -1149,3 +1151,13 @@ def test_prepare_takes_what_the_settings_say(refused: Callable[..., str], run_ya
         "Raise it or prepare again with --settings."
     )
     assert refused("prepare", source, "--out", "other").startswith("`prepare` needs --out and --target.")
+
+
+def test_numbers_that_are_not_finite_are_null_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    finish(Console(json=True), True, {"loss": math.nan, "all": [1.5, -math.inf], "step": {"s": (math.inf, 2)}}, "")
+
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    told = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    assert told == {"loss": None, "all": [1.5, None], "step": {"s": [None, 2]}}

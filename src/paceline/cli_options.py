@@ -1,6 +1,7 @@
 """Options that several verbs share, and how a verb ends. Free of torch until a device is asked for."""
 
 import json as jsonlib
+import math
 from typing import Annotated, Any, Literal
 
 import typer
@@ -66,8 +67,16 @@ def read_template_arg(text: str) -> tuple[str, Any]:
 
 
 def finish(console: Console, json: bool, result: object, text: str) -> None:
-    """Print a verb's result: as JSON, or in words."""
+    """Print a verb's result: as JSON, where numbers that are not finite are null, or in words."""
     if json:
-        console.result(jsonlib.dumps(result, indent=2))
+        console.result(jsonlib.dumps(_plain(result), indent=2))
     elif text:
         console.line(text)
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -129,3 +129,9 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be written to"), claimed(tmp_path / "run"):
         pass
     assert (tmp_path / "precious").read_text() == "kept"
+
+
+def test_a_lock_that_is_no_text_is_explained(tmp_path: Path) -> None:
+    (tmp_path / ".lock").write_bytes(b"77 \xff\xfe")
+    with pytest.raises(UserError, match=r"belongs to process 77 on .*remove"), claimed(tmp_path):
+        pass

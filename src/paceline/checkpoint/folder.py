@@ -124,7 +124,7 @@ def claimed(run: Path, *, tell: Callable[[str], None] = lambda text: None) -> It
     """
     try:
         run.mkdir(parents=True, exist_ok=True)
-        lock = open(os.open(run / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+", encoding="utf-8")  # noqa: SIM115
+        lock = open(os.open(run / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+", errors="replace")  # noqa: SIM115
     except OSError as error:
         raise UserError(f"Run folder {run} (run_dir) cannot be written to: {error.strerror}. Choose another.") from None
     with lock:

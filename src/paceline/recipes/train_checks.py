@@ -40,8 +40,8 @@ def check_run_folder(run: Path, datasets: Sequence[str], *, resume: bool, held_o
         raise UserError(f"Run folder {run} (run_dir) already holds a trained drafter. Choose another run_dir.")
     if not resume and (steps := saved_steps(run)):
         raise UserError(
-            f"Run folder {run} (run_dir) holds a run that ended early, with a checkpoint after step {steps[-1]:,}. Go "
-            f"on with `{resume_command(run)}`, or choose another run_dir."
+            f"Run folder {run} (run_dir) holds a run that is not finished, with a checkpoint after step {steps[-1]:,}. "
+            f"Go on with `{resume_command(run)}`, or choose another run_dir."
         )
     folders = [(dataset, "data.dataset") for dataset in datasets]
     for dataset, key in [*folders, *([(held_out, "evaluate.held_out")] if held_out else [])]:
