@@ -66,6 +66,7 @@ class Rollback:
             self._lock.acquire()
         try:
             if self._found is None:
+                self._saver.settle()
                 self._found = store.newest_before(self._run, guard.rejected[0].step, tell=self._warn)
         finally:
             self._lock.release()

@@ -22,7 +22,7 @@ from paceline.pipeline.threads import train_in_threads
 from paceline.recipes.train_checks import check_run_folder, choose_policy
 from paceline.recipes.train_facts import drafter_meta, fixed_facts, say_what_made_it, tell_begin
 from paceline.recipes.train_guard import GuardTeller
-from paceline.recipes.train_inputs import Inputs, open_inputs, stream
+from paceline.recipes.train_inputs import Inputs, open_inputs, show_inputs, stream
 from paceline.recipes.train_listeners import listeners
 from paceline.recipes.train_resume import best_so_far, check_room, find_start
 from paceline.recipes.train_stop import StopRequest, check_notice, notice_file
@@ -50,6 +50,7 @@ def train(
     check_notice(settings.checkpoint)
     inputs = open_inputs(settings, console)
     warm = None if resume else warm_start(settings, inputs.facts, console)  # else the weights are in a checkpoint
+    show_inputs(inputs, settings, console)
     policy = choose_policy(settings, console)
 
     # 2. The run folder is ours alone. Checksums are compared while the run is under way.

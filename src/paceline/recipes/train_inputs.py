@@ -44,7 +44,7 @@ class Inputs:
 
 
 def open_inputs(settings: RunSettings, console: Console) -> Inputs:
-    """Open target and data, refuse what does not fit, and say what there is.
+    """Open target and data and refuse what does not fit.
 
     Raises:
         UserError: the first rule that is broken.
@@ -58,12 +58,17 @@ def open_inputs(settings: RunSettings, console: Console) -> Inputs:
     buckets = first_table(mixture, data, seed=train.seed)
     total_steps = loader.count_steps(mixture, data, train)
     largest = loader.largest_micro_batch(mixture, data, train, block_size)
-    print_buckets(buckets, console)
     if held_out:
         largest = max(largest, held_out.largest(), key=lambda batch: batch.input_ids.numel())
-        every = settings.evaluate.every_steps
-        console.line(f"  {held_out.rows:,} rows held out, looked at every {every:,} steps and at the end")
     return Inputs(facts, mixture, held_out, buckets, total_steps, largest)
+
+
+def show_inputs(inputs: Inputs, settings: RunSettings, console: Console) -> None:
+    """Say what there is."""
+    print_buckets(inputs.buckets, console)
+    if inputs.held_out:
+        every = settings.evaluate.every_steps
+        console.line(f"  {inputs.held_out.rows:,} rows held out, looked at every {every:,} steps and at the end")
 
 
 def stream(
