@@ -217,7 +217,7 @@ class GuardSettings(Section):
     spike: float | None = Field(
         10.0,
         gt=1,
-        description="loss over so many medians (and 1 nat), or gradient norm (and clip): not applied; or null",
+        description="loss over so many medians (and 1 nat), or norm (median at least clip): not applied; or null",
     )
     window: int = Field(100, ge=2, le=10**5, description="steps the median is of, and in which rejected ones count")
     rejected: Whole = Field(

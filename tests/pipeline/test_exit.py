@@ -44,6 +44,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("how", ["fault", "stop", "stop twice"])
 def test_the_status_is_right_although_a_role_stays_busy(
     tmp_path: Path, tiny_folder: Path, shape: Any, write_dataset: Callable[..., Path], random_rows: list, how: str

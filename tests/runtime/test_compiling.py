@@ -228,7 +228,7 @@ def child(code: str, *, gated: bool = True) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=280)
 
 
-@pytest.mark.parametrize(("backend", "times"), [("aot_eager", 30), ("inductor", 6)])
+@pytest.mark.parametrize(("backend", "times"), [("aot_eager", 30), pytest.param("inductor", 6, marks=pytest.mark.slow)])
 def test_threads_train_while_another_compiles_again_and_again_under_the_gate(backend: str, times: int) -> None:
     done = child(f"""
         torch._inductor.config.fx_graph_cache = False  # what is found again is not compiled

@@ -45,7 +45,7 @@ def test_decisions_equal_a_plain_statement_of_them(seed: int) -> None:
         good = [(one, other) for _, one, other, applied in history if applied][-window:]
         largest = [math.inf, math.inf]
         if spike is not None and 2 * len(good) >= window:
-            largest = [max(spike * middle([g[0] for g in good]), 1.0), max(spike * middle([g[1] for g in good]), clip)]
+            largest = [max(spike * middle([g[0] for g in good]), 1.0), spike * max(middle([g[1] for g in good]), clip)]
         assert list(guard.limits()) == largest
         applied = math.isfinite(loss) and math.isfinite(norm) and loss <= largest[0] and norm <= largest[1]
         history.append((step, loss, norm, applied))

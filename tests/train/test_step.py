@@ -380,7 +380,7 @@ def test_the_checksum_is_exact_in_any_order_and_tells_one_bit(dtype: torch.dtype
 
 
 @pytest.mark.usefixtures("traceable")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_compiled_equals_eager(tiny, shape, dataset, target, dtype: str) -> None:
     """Same losses and weights over some steps, and nothing is compiled again for another micro-batch."""
     settings = SETTINGS.model_copy(

@@ -50,7 +50,7 @@ class Guard:
     """The history of a run's updates."""
 
     def __init__(self, settings: GuardSettings, clip: float, state: Mapping[str, Any] | None = None) -> None:
-        """Go on from what `state` returned, or begin. `clip` is train.clip: a norm that is not clipped is no spike."""
+        """Go on from what `state` returned, or begin. `clip` is train.clip, which no median counts below."""
         self.settings, self._clip = settings, clip
         given = state or {"applied": 0, "losses": [], "norms": [], "rejected": [], "rolled_back": 0}
         self.applied: int = given["applied"]  # updates that are in the weights: the schedule's position
@@ -62,12 +62,13 @@ class Guard:
     def limits(self) -> Limits:
         """Return what the next step may have: no limit until half a window of steps was applied.
 
-        Where all but everything is known by heart, losses and norms near 0 differ by large factors and harm nothing.
+        Where all but everything is known by heart, losses and norms near 0 differ by large factors and harm nothing:
+        an update is never longer than a clipped one.
         """
         spike = self.settings.spike
         if spike is None or len(self._losses) < self.settings.window / 2:
             return Limits(math.inf, math.inf)
-        return Limits(max(spike * median(self._losses), _LOSS), max(spike * median(self._norms), self._clip))
+        return Limits(max(spike * median(self._losses), _LOSS), spike * max(median(self._norms), self._clip))
 
     def add(self, report: StepReport, rows: Sequence[int] = ()) -> Broken | None:
         """Take in the step that follows, and return which rule it broke if it was not applied; `rows` were in it."""
