@@ -105,3 +105,11 @@ def test_stacks_have_names_and_are_appended(tmp_path: Path, capfd: pytest.Captur
     assert text.count("MainThread") == 2
     assert text.count("test_stacks_have_names_and_are_appended") == 2
     assert "in test_stacks_have_names_and_are_appended" in capfd.readouterr().err
+
+
+def test_stacks_that_no_file_takes_go_to_stderr(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write_stacks(tmp_path / "gone" / "stacks.txt")
+    told = capfd.readouterr().err
+    assert told.startswith(f"{tmp_path}/gone/stacks.txt cannot be written: No such file or directory.\n")
+    assert "MainThread" in told
+    assert "test_watch.py" in told

@@ -72,15 +72,19 @@ class Watch(Generic[Who]):
 
 
 def write_stacks(path: Path, *, also_stderr: bool = False) -> None:
-    """Append the stacks of all threads to a file, with the threads' names."""
+    """Append the stacks of all threads to a file, with the threads' names; if it cannot be written, to stderr."""
     names = "".join(f"  0x{thread.ident or 0:016x} {thread.name}\n" for thread in threading.enumerate())
-    if path.is_symlink():  # a run writes only into its own folder
-        path.unlink()
-    with path.open("a") as file:
-        file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S}\n{names}")
-        file.flush()
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.write("\n")
+    try:
+        if path.is_symlink():  # a run writes only into its own folder
+            path.unlink()
+        with path.open("a") as file:
+            file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S}\n{names}")
+            file.flush()
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.write("\n")
+    except OSError as error:  # a full disk must hide neither the hang nor what it does to the run
+        also_stderr = True
+        print(f"{path} cannot be written: {error.strerror}.", file=sys.stderr)
     if also_stderr:
         sys.stderr.flush()
         print(names, end="", file=sys.stderr, flush=True)
