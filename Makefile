@@ -21,7 +21,7 @@ PIP := bin/python -m pip install --disable-pip-version-check
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup demo test lint test-faults test-slow test-lower interop test-gpu test-system clean
+.PHONY: help setup demo test lint test-faults test-slow test-lower interop test-gpu test-system clean system-packages
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -125,7 +125,7 @@ test: $(VENV)/.complete ## Lint and the fast tests
 test-lower: $(LOWER)/.complete ## The fast tests with the oldest dependencies that pyproject.toml allows
 	$(LOWER)/bin/python -m pytest $(PYTEST_ARGS)
 
-test-faults: $(VENV)/.complete ## Processes that are killed and stopped at random moments; prints who survived
+test-faults: $(VENV)/.complete system-packages ## Faults injected into whole commands; prints which were survived
 	$(VENV)/bin/python -m pytest -m faults $(PYTEST_ARGS)
 
 test-slow: $(VENV)/.complete ## The tests that take longer than a minute
@@ -140,21 +140,23 @@ test-gpu: $(VENV)/.complete ## The tests that need a CUDA device; fails without 
 	@$(VENV)/bin/python -c "import sys, torch; torch.cuda.is_available() or sys.exit('make test-gpu needs a CUDA device, and torch %s finds none: run it on a machine with one, with a CUDA build of torch.' % torch.__version__)"
 	$(VENV)/bin/python -m pytest -m gpu $(PYTEST_ARGS)
 
-test-system: $(VENV)/.complete ## The tests that need packages of the operating system; installs those with apt-get
+system-packages:
 	@missing=; \
 	for package in $(SYSTEM_PACKAGES); do \
 		dpkg-query -W -f '$${Status}' $$package 2>/dev/null | grep -q 'ok installed' || missing="$$missing $$package"; \
 	done; \
 	if [ -n "$$missing" ]; then \
 		if ! command -v apt-get >/dev/null; then \
-			echo "make test-system installs packages with apt-get, which is not here: install$$missing yourself and run it with SYSTEM_PACKAGES=." >&2; exit 1; \
+			echo "These tests need$$missing, installed with apt-get, which is not here: install it yourself and run make with SYSTEM_PACKAGES=." >&2; exit 1; \
 		elif [ "$$(id -u)" = 0 ]; then as_root=; \
 		elif command -v sudo >/dev/null; then as_root=sudo; \
 		else \
-			echo "make test-system has to install$$missing, which takes root or sudo: install them as root first." >&2; exit 1; \
+			echo "These tests need$$missing, and installing it takes root or sudo: install it as root first." >&2; exit 1; \
 		fi; \
 		$$as_root apt-get update -qq && $$as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends $$missing || exit; \
 	fi
+
+test-system: $(VENV)/.complete system-packages ## The tests that need packages of the operating system; installs those with apt-get
 	@$(VENV)/bin/python -m pytest -m system $(PYTEST_ARGS); status=$$?; \
 	if [ $$status = 5 ]; then echo "make test-system found no test marked 'system': a run without tests counts as failed." >&2; fi; \
 	exit $$status

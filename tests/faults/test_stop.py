@@ -138,8 +138,9 @@ def test_a_notice_saves_and_stops_and_sigterm_behind_it_does_not_cut_that_short(
     lab: Any, survival: Any, tmp_path: Path, how: str
 ) -> None:
     notice = tmp_path / "preempted"
-    changes = {"checkpoint": {"every_steps": 1000, "notice_file": str(notice)}}
-    whole, run = lab.finished(lab.settings("whole")), lab.settings("run", changes)
+    long = {"train": {"max_steps": 100, "epochs": 100}}  # the file is looked for once a second
+    changes = long | {"checkpoint": {"every_steps": 1000, "notice_file": str(notice)}}
+    whole, run = lab.finished(lab.settings("whole", long)), lab.settings("run", changes)
     with survival.trial("notice by file or signal", how):
         child = lab.train(run, slow_s=0.2)  # saving takes longer than SIGTERM is late
         child.wait_for(lambda: lab.told(run, "step"))
@@ -149,7 +150,7 @@ def test_a_notice_saves_and_stops_and_sigterm_behind_it_does_not_cut_that_short(
         assert child.status() == 75
         why = re.escape(f"{notice} is there (checkpoint.notice_file)") if how == "file" else how
         assert re.search(rf"^  {why}: stopping, this step", child.text(), re.M), child.text()
-        assert re.search(r"^stopped: after step \d+ of 14, saved\.", child.text(), re.M)
+        assert re.search(r"^stopped: after step \d+ of 100, saved\.", child.text(), re.M)
         if how == "file":
             again = lab.train(run)
             assert again.status() == 2
