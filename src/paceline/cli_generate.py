@@ -62,7 +62,9 @@ def generate(
         list[str] | None,
         typer.Option(help="Device of a replica, cpu or cuda:0; give several. Default: a GPU if there is one."),
     ] = None,
-    dtype: Annotated[Number, typer.Option(help="Number format of the target.")] = "bfloat16",
+    dtype: Annotated[
+        Number, typer.Option(help="Number format of the target. Near ties in bfloat16 depend on the batch.")
+    ] = "bfloat16",
     server: Annotated[
         list[str] | None,
         typer.Option(
