@@ -84,7 +84,7 @@ def demo(run: Path, *, size_name: str, console: Console) -> dict[str, Any]:
     report = {
         "size": size_name,
         "target": str(folder),
-        **{key: value for key, value in evaluated.items() if key not in ("run", "target", "checkpoint")},
+        **{key: value for key, value in evaluated.items() if key not in ("run", "target")},
         "tokens_generated": generated["tokens_generated"],
         **{key: trained[key] for key in ("train_steps", "loss", "real_anchor_share", "padding_share", "train_s")},
         "export_dir": exported["folder"],
