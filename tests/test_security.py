@@ -200,7 +200,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def newest_named(run: Path, sentence: str) -> None:
+def assert_newest_is_refused(run: Path, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         store.newest(run, previous=False, tell=lambda text: None)
     saved = store.newest(run, previous=True, tell=lambda text: None)
@@ -233,7 +233,7 @@ def test_a_manifest_lists_no_other_files(run: Path, tmp_path: Path) -> None:
     for name in ("../../../other/checkpoints/step-00000004/state.json", "/etc/passwd", "more.safetensors"):
         files = {**tree["files"], name: tree["files"]["state.json"]}
         path.write_text(json.dumps({**tree, "files": files}))
-        newest_named(run, rf"manifest\.json lists '{name}', which is no file of one")
+        assert_newest_is_refused(run, rf"manifest\.json lists '{name}', which is no file of one")
 
 
 @pytest.mark.parametrize("file", ["state.json", "drafter.safetensors", "manifest.json", ""])
@@ -242,7 +242,9 @@ def test_a_checkpoint_holds_no_links(run: Path, file: str) -> None:
     place = run / "checkpoints" / "step-00000004" / file
     place.rename(run / "moved")
     place.symlink_to(run / "moved")
-    newest_named(run, r"step-00000004 is damaged: .*(is a link|cannot be read \(Too many levels of symbolic links\))")
+    assert_newest_is_refused(
+        run, r"step-00000004 is damaged: .*(is a link|cannot be read \(Too many levels of symbolic links\))"
+    )
 
 
 def test_a_file_that_no_manifest_lists_is_not_read(run: Path) -> None:

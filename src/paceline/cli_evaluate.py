@@ -1,7 +1,7 @@
 """The verb `evaluate` on the command line."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -17,6 +17,9 @@ from paceline.cli_options import (
 )
 from paceline.observe.console import Console
 from paceline.records import RunError, UserError
+
+if TYPE_CHECKING:  # it loads torch
+    from paceline.recipes.evaluate_asked import Asking
 
 
 def evaluate(
@@ -87,50 +90,40 @@ def evaluate(
 
         asked = AskedServer(server, served_name, concurrency, server_timeout)
         served = evaluate_server(run, source, asking, asked, console=console, target=target)
-        finish(console, json, served, server_text(served))
-        return
+        return finish(console, json, served, server_text(served))
     assert run is not None, "only a server goes without"
+    how: dict[str, Any] = {
+        "device": choose_device(device),
+        "dtype": dtype,
+        "moved_to": target,
+        "checkpoint": checkpoint,
+    }
     if probe:
-        from paceline.recipes.evaluate_probe import evaluate_probe, probe_error, probe_text
+        return _probe(run, source, asking, console, json, **how)
+    return _measure(run, source, asking, console, json, rows=rows, timed_prompts=timed_prompts, against=against, **how)
 
-        findings = evaluate_probe(
-            run,
-            source,
-            asking,
-            device=choose_device(device),
-            dtype=dtype,
-            console=console,
-            moved_to=target,
-            checkpoint=checkpoint,
-        )
-        finish(console, json, findings, probe_text(findings))
-        if error := probe_error(findings):
-            raise error
-        return
+
+def _probe(run: Path, source: str, asking: "Asking", console: Console, json: bool, **how: Any) -> None:
+    from paceline.recipes.evaluate_probe import evaluate_probe, probe_error, probe_text
+
+    findings = evaluate_probe(run, source, asking, console=console, **how)
+    finish(console, json, findings, probe_text(findings))
+    if error := probe_error(findings):
+        raise error
+
+
+def _measure(run: Path, source: str, asking: "Asking", console: Console, json: bool, **how: Any) -> None:
     from paceline.checkpoint.drafter import evaluation_name
     from paceline.recipes.evaluate import evaluate as recipe
     from paceline.recipes.evaluate_texts import evaluation_text
 
-    report = recipe(
-        run,
-        source,
-        asking,
-        device=choose_device(device),
-        dtype=dtype,
-        rows=rows,
-        timed_prompts=timed_prompts,
-        untrained_prompts=0,
-        console=console,
-        against=against,
-        moved_to=target,
-        checkpoint=checkpoint,
-    )
+    report = recipe(run, source, asking, untrained_prompts=0, console=console, **how)
     finish(console, json, report, evaluation_text(report))
     if report["lossless"] is False:
         raise RunError(
             f"Speculative and plain decoding differ in {report['mismatches']:,} of {report['prompts']:,} "
-            f"answers, first at (prompt, token) {report['first_difference']}, by more than a near tie in {dtype}: see "
-            f"{run / evaluation_name(report['checkpoint'])}."
+            f"answers, first at (prompt, token) {report['first_difference']}, by more than a near tie in "
+            f"{report['dtype']}: see {run / evaluation_name(report['checkpoint'])}."
         )
 
 

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig
+from tiny_bench import shrink
 from typer.testing import CliRunner
 
 from paceline.bench import decode, generate
@@ -14,21 +14,8 @@ from paceline.records import Completion
 
 @pytest.fixture
 def tiny_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = LlamaConfig(
-        vocab_size=50,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=5,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=4,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    monkeypatch.setattr(generate, "smollm2_config", lambda: config)
+    shrink(monkeypatch)
     monkeypatch.setattr(generate, "PROMPT_TOKENS", (3, 9))
-    monkeypatch.setattr(decode, "SMALL", {"layers": 2, "block_size": 4, "taps": (0, 2, 3), "mask_token_id": 3})
 
 
 def measure(*options: str) -> dict[str, Any]:

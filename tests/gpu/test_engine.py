@@ -1,10 +1,10 @@
 """The decoding engine on a CUDA device: captured steps give what eager ones and transformers' generate give."""
 
-import random
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from gpu_requests import DEVICE, complete, requests
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from paceline.decode.engine import Engine
@@ -17,7 +17,6 @@ from paceline.target.model import DecodingTarget
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("traceable")]
 
-DEVICE = torch.device("cuda:0")
 DRAWN = Sampling(temperature=1.2, top_k=50, top_p=0.95, seed=3)
 STOPS = (7, 70, 700)
 SHAPE = {
@@ -41,23 +40,6 @@ def model(request: pytest.FixtureRequest) -> torch.nn.Module:
     kinds = {"llama": (LlamaForCausalLM, LlamaConfig), "qwen3": (Qwen3ForCausalLM, Qwen3Config)}
     kind, config = kinds[request.param]
     return kind(config(**SHAPE)).eval().requires_grad_(False).to(DEVICE)
-
-
-def requests(count: int = 80) -> list[Request]:
-    chance = random.Random(1)
-    prompts = [[chance.randrange(1000) for _ in range(chance.randint(1, 300))] for _ in range(count)]
-    return [Request(i, prompt, chance.randint(1, 60)) for i, prompt in enumerate(prompts)]
-
-
-def complete(engine: Engine, asked: list[Request]) -> dict[int | str, Completion]:
-    """As in a run: in a thread of its own."""
-
-    def work() -> dict[int | str, Completion]:
-        torch.cuda.set_device(DEVICE)
-        return {r.key: c for r, c in engine.run(asked)}
-
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(work).result()
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), DRAWN], ids=["greedy", "drawn"])

@@ -2,11 +2,11 @@
 
 import random
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
+from gpu_requests import DEVICE, VOCAB, complete, requests
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from paceline.config import DrafterSettings
@@ -23,11 +23,10 @@ from paceline.target.model import DecodingTarget
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("traceable")]
 
-DEVICE = torch.device("cuda:0")
 DRAWN = Sampling(temperature=1.2, top_k=50, top_p=0.95, seed=3)
 BOTH = pytest.mark.parametrize("sampling", [Sampling(), DRAWN], ids=["greedy", "drawn"])
 STOPS = (7, 70, 700)
-VOCAB, WIDTH, MASK, B = 1000, 256, 999, 8
+WIDTH, MASK, B = 256, 999, 8
 TAPS = (0, 1, 2)
 
 
@@ -97,23 +96,6 @@ def mostly_right(target: DecodingTarget, monkeypatch: pytest.MonkeyPatch) -> Cal
         monkeypatch.setattr(draft.DraftSession, "propose", propose)
 
     return teach
-
-
-def requests(count: int = 80) -> list[Request]:
-    chance = random.Random(1)
-    prompts = [[chance.randrange(VOCAB) for _ in range(chance.randint(1, 300))] for _ in range(count)]
-    return [Request(i, prompt, chance.randint(1, 60)) for i, prompt in enumerate(prompts)]
-
-
-def complete(engine: Engine, asked: list[Request]) -> dict[int | str, Completion]:
-    """As in a run: in a thread of its own."""
-
-    def work() -> dict[int | str, Completion]:
-        torch.cuda.set_device(DEVICE)
-        return {r.key: c for r, c in engine.run(asked)}
-
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(work).result()
 
 
 def plainly(completion: Completion) -> Completion:

@@ -7,10 +7,9 @@ from pathlib import Path
 from subprocess import run
 
 import pytest
-from transformers import LlamaConfig
+from tiny_bench import shrink
 from typer.testing import CliRunner
 
-from paceline.bench import decode, generate
 from paceline.cli import app
 
 pytestmark = [pytest.mark.interop, pytest.mark.filterwarnings("ignore")]  # the peer's own
@@ -30,21 +29,7 @@ def dflash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("dflash")
 @pytest.mark.parametrize("right", [False, True])
 def test_both_sides_make_the_same_completions_in_the_same_cycles(monkeypatch: pytest.MonkeyPatch, right: bool) -> None:
-    config = LlamaConfig(
-        vocab_size=50,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=5,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=4,
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    monkeypatch.setattr(generate, "smollm2_config", lambda: config)
-    monkeypatch.setattr(decode, "SMALL", {"layers": 2, "block_size": 4, "taps": (0, 2, 3), "mask_token_id": 3})
+    shrink(monkeypatch)
     options = ["--device", "cpu", "--count", "3", "--tokens", "17", "--repeats", "2", "--json"]
     done = CliRunner().invoke(app, ["bench", "decode", *options, *(["--right"] if right else [])])
     assert done.exit_code == 0, done.output

@@ -19,13 +19,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline.blocks import block_ids, block_positions
-from paceline.checkpoint.drafter import DrafterMeta, save_drafter
+from paceline.checkpoint.drafter import save_drafter
 from paceline.config import DrafterSettings
 from paceline.drafter.attention import Dense
 from paceline.drafter.ends import FrozenEnds
 from paceline.drafter.model import Drafter
 from paceline.formats.warm_start import open_warm_start
 from paceline.recipes.export import export_all
+from paceline.recipes.train_facts import drafter_meta
 from paceline.target.load import TargetFacts, describe, load_ends
 
 pytestmark = pytest.mark.interop
@@ -68,7 +69,7 @@ def exchange(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     facts = describe(str(copy_with_theta(request.getfixturevalue(request.param), work / "target")))
     more = {"mask_token_id": 3, "intermediate_size": 96, "rope_theta": THETA, "rms_norm_eps": 1e-5}
     drafter = random_drafter(DrafterSettings(**SHAPES[request.param], **more), facts)
-    save_drafter(work / "run", drafter.state_dict(), meta_of(drafter, facts))
+    save_drafter(work / "run", drafter.state_dict(), drafter_meta(drafter.settings, facts, 0))
     told = export_all(work / "run", None, dtype="float32", overwrite=False)["folders"]
     folders = {folder["format"]: Path(folder["folder"]) for folder in told}
     generator = torch.Generator().manual_seed(2)
@@ -108,19 +109,6 @@ def random_drafter(settings: DrafterSettings, facts: TargetFacts) -> Drafter:
             if parameter.ndim == 1:
                 parameter.copy_(0.5 + torch.rand(parameter.shape, generator=generator))
     return drafter.eval().requires_grad_(False)
-
-
-def meta_of(drafter: Drafter, facts: TargetFacts) -> DrafterMeta:
-    return DrafterMeta(
-        settings=drafter.settings,
-        target=str(facts.folder),
-        target_revision=facts.revision,
-        num_target_layers=facts.num_layers,
-        hidden_size=facts.hidden_size,
-        vocab_size=facts.vocab_size,
-        max_positions=facts.max_positions,
-        steps=0,
-    )
 
 
 def blocks_of(drafter: Drafter, ends: FrozenEnds, ids: Tensor, features: Tensor) -> dict[str, Tensor]:

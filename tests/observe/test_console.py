@@ -58,9 +58,14 @@ def test_a_terminal_that_was_closed_fails_nobody(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr("sys.stdout", out)
         console = Console()
         console.line("somebody reads this")
+        assert os.read(terminal, 100).strip() == b"somebody reads this"
         os.close(terminal)
+        with pytest.raises(OSError, match="Input/output error"):
+            os.write(stream, b"the terminal is really gone")
         for _ in range(3):
             console.line("and nobody this")
+        out.write("what is left goes nowhere")
+        out.flush()
 
 
 @pytest.mark.parametrize("kind", ["full disk", "pipe"])

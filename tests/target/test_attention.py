@@ -40,7 +40,7 @@ def test_rows_read_what_the_mask_lets_them(heads: int, new: int) -> None:
 
 def test_a_model_that_asks_for_another_attention_is_told() -> None:
     states = torch.zeros(1, 2, 1, 8)
-    with pytest.raises(NotImplementedError, match="Module asks for s_aux"):
+    with pytest.raises(UserError, match="the target's Module asks for s_aux"):
         row_attention(nn.Module(), states, states, states, None, s_aux=torch.zeros(2))
 
 

@@ -152,7 +152,9 @@ def _run(
                 if totals.steps < total_steps:
                     raise Interrupted(teller.stopped())
                 # 4. What was learnt goes to disk.
-                folder = save_drafter(run, drafter.state_dict(), drafter_meta(settings, inputs.facts, totals.steps))
+                folder = save_drafter(
+                    run, drafter.state_dict(), drafter_meta(settings.drafter, inputs.facts, totals.steps)
+                )
         except BaseException as error:
             kind = "interrupted" if isinstance(error, KeyboardInterrupt | Interrupted) else "failed"
             events.write(kind, message=str(error) or type(error).__name__)

@@ -6,7 +6,7 @@ from typing import Any
 from paceline.checkpoint.best import Best
 from paceline.checkpoint.drafter import DrafterMeta, save_provenance, versions
 from paceline.checkpoint.store import Saved
-from paceline.config import RunSettings
+from paceline.config import DrafterSettings, RunSettings
 from paceline.formats.warm_start import WarmStart
 from paceline.observe.events import EventLog
 from paceline.recipes.train_inputs import Inputs
@@ -22,15 +22,15 @@ def fixed_facts(settings: RunSettings, inputs: Inputs) -> dict[str, Any]:
         "target_revision": inputs.facts.revision,
         "datasets": [dataset.fingerprint for dataset in inputs.mixture.datasets],
         "held_out": held_out.dataset.fingerprint if held_out else None,
-        "drafter": drafter_meta(settings, inputs.facts, 0).tree(),
+        "drafter": drafter_meta(settings.drafter, inputs.facts, 0).tree(),
         "versions": versions(),
     }
 
 
-def drafter_meta(settings: RunSettings, facts: TargetFacts, steps: int) -> DrafterMeta:
+def drafter_meta(settings: DrafterSettings, facts: TargetFacts, steps: int) -> DrafterMeta:
     """Return what the drafter of a run is after so many steps."""
     return DrafterMeta(
-        settings=settings.drafter,
+        settings=settings,
         target=str(facts.folder),
         target_revision=facts.revision,
         num_target_layers=facts.num_layers,

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from paceline.records import UserError
+
 NAME = "paceline_rows"
 _UNKNOWN = ("softcap", "s_aux", "sliding_window", "position_bias")  # what some models ask of an attention function
 
@@ -30,10 +32,13 @@ def row_attention(
     """Return what each new token reads. `attention_mask` is added to the scores; without one a prompt reads itself.
 
     Raises:
-        NotImplementedError: the model asks for a kind of attention that this is not.
+        UserError: the model asks for a kind of attention that this is not.
     """
     if wrong := [name for name in _UNKNOWN if asked.get(name) is not None]:
-        raise NotImplementedError(f"{type(module).__name__} asks for {', '.join(wrong)}, which the row cache has not.")
+        raise UserError(
+            f"Decoding knows plain full attention, but the target's {type(module).__name__} asks for "
+            f"{', '.join(wrong)}. Use another target."
+        )
     if attention_mask is None:
         attended, _ = sdpa_attention_forward(module, query, key, value, None, scaling=scaling)
         return attended, None
