@@ -9,6 +9,7 @@ from itertools import accumulate
 from statistics import fmean
 from typing import Any
 
+from paceline.decode.evaluate import averages
 from paceline.records import Completion
 
 _FIRST_BIN = 64  # tokens; every further bin is as long as all before it
@@ -49,14 +50,8 @@ def by_category(completions: Sequence[Completion], categories: Sequence[str | No
 
 
 def _both(group: Sequence[Completion]) -> dict[str, Any]:
-    cycled = [completion.acceptance_lengths for completion in group if completion.acceptance_lengths]
-    lengths = [length for cycles in cycled for length in cycles]
-    return {
-        "prompts": len(group),
-        "cycles": len(lengths),
-        "tau": fmean(map(fmean, cycled)) if cycled else None,
-        "tau_pooled": fmean(lengths) if lengths else None,
-    }
+    cycles, tau, tau_pooled = averages(group)
+    return {"prompts": len(group), "cycles": cycles, "tau": tau, "tau_pooled": tau_pooled}
 
 
 def _behind(anchor: int) -> int:

@@ -37,19 +37,25 @@ def acceptance(completions: Sequence[Completion], block_size: int) -> Evaluation
     A cycle that ends an answer counts with the tokens it kept, as in the reference loop. An answer of one token has
     no cycle and is left out of the averages; RunError if that leaves none.
     """
-    cycled = [c.acceptance_lengths for c in completions if c.acceptance_lengths]
-    if not cycled:
+    cycles, tau, tau_pooled = averages(completions)
+    if tau is None or tau_pooled is None:
         raise RunError("No prompt needed a draft cycle: every answer ended with its first token. Use other prompts.")
-    lengths = [length for cycles in cycled for length in cycles]
     accepted = [count for completion in completions for count in completion.accepted_drafts]
     return Evaluation(
         prompts=len(completions),
-        cycles=len(lengths),
-        tokens=sum(lengths),
-        tau=fmean(fmean(cycles) for cycles in cycled),
-        tau_pooled=fmean(lengths),
+        cycles=cycles,
+        tokens=sum(map(sum, (completion.acceptance_lengths for completion in completions))),
+        tau=tau,
+        tau_pooled=tau_pooled,
         per_slot_acceptance=tuple(fmean(count >= k for count in accepted) for k in range(block_size)),
     )
+
+
+def averages(completions: Sequence[Completion]) -> tuple[int, float | None, float | None]:
+    """Return the cycles and both acceptance lengths, the mean over requests and the pooled one; None without cycles."""
+    cycled = [completion.acceptance_lengths for completion in completions if completion.acceptance_lengths]
+    lengths = [length for cycles in cycled for length in cycles]
+    return len(lengths), fmean(map(fmean, cycled)) if cycled else None, fmean(lengths) if lengths else None
 
 
 def decode_all(completions: "Callable[[], Any]", count: int, progress: Callable[[int, int], None]) -> list[Completion]:

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from statistics import linear_regression
 
 import torch
 
@@ -31,10 +32,7 @@ class Growth:
 
 def slope(samples: Sequence[tuple[float, float]]) -> float:
     """Return the least-squares slope of (seconds, MiB) in MiB a minute."""
-    mean_s = sum(s for s, _ in samples) / len(samples)
-    mean_mib = sum(mib for _, mib in samples) / len(samples)
-    spread = sum((s - mean_s) ** 2 for s, _ in samples)
-    return 60 * sum((s - mean_s) * (mib - mean_mib) for s, mib in samples) / spread if spread else 0.0
+    return 60 * linear_regression(*zip(*samples, strict=True)).slope
 
 
 def growing(samples: Sequence[tuple[float, float]]) -> float | None:
