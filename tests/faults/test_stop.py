@@ -85,13 +85,17 @@ def test_a_save_that_takes_longer_than_the_grace_is_given_up(lab: Any) -> None:
     lab.finished(run)
 
 
-def seen_and_told(lab: Any, run: Path, child: Any, draw: random.Random) -> None:
+def start_up_s(events: list[dict[str, Any]]) -> float:
+    """Return how long a run took from its first event to its first step: what machines differ in."""
+    return next(event["t"] for event in events if event["event"] == "step") - events[0]["t"]
+
+
+def seen_and_told(lab: Any, run: Path, child: Any, draw: random.Random, start_s: float) -> None:
     """Wait for a moment drawn at random, in a quarter of the trials before the first step, and send SIGTERM."""
     before = lab.told(run, "step")
     if draw.random() < 0.25:
-        began = len(lab.events(run))
-        child.wait_for(lambda: len(lab.events(run)) > began)
-        time.sleep(draw.uniform(0, 0.5))
+        child.wait_for(lambda: lab.events(run))
+        time.sleep(draw.uniform(0, start_s))
     else:
         wanted = draw.randrange(1, 9)
         child.wait_for(lambda: lab.told(run, "step") >= before + wanted)
@@ -105,12 +109,13 @@ def test_sigterm_twenty_times(lab: Any, survival: Any, capsys: pytest.CaptureFix
     """Seeds are kept: a red one is run again with its number."""
     grace_s, lines, stops = 30.0, [], 0
     whole = lab.finished(lab.settings("whole"))
+    start_s = start_up_s(lab.events(whole))
     for seed in range(200, 220):
         draw = random.Random(seed)
         run = lab.settings(f"stopped-{seed}", {"checkpoint": {"every_steps": draw.choice([1, 3, 1000])}})
         with survival.trial("SIGTERM at random moments", seed):
             child = lab.train(run, slow_s=0.005)
-            seen_and_told(lab, run, child, draw)
+            seen_and_told(lab, run, child, draw, start_s)
             began = time.monotonic()
             status = child.status(timeout_s=grace_s)
             took, steps = time.monotonic() - began, lab.told(run, "step")
