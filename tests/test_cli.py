@@ -141,7 +141,8 @@ def test_every_verb_and_option_says_what_it_is(verb: str) -> None:
 
 
 NO_REVISION = (
-    "There is no folder Qwen/Qwen3-8B here; if it is a hub id, target.revision must name a commit (--revision)."
+    "There is no folder Qwen/Qwen3-8B here. Give the target's folder, or with a hub id its commit (target.revision, "
+    "--revision)."
 )
 ROOT = Path(__file__).parent.parent
 

@@ -282,7 +282,7 @@ def test_a_run_writes_through_no_links(tmp_path: Path) -> None:
     (run / "quarantine.jsonl").symlink_to(precious)
     with Quarantine(run) as quarantine, pytest.raises(UserError, match=r"quarantine\.jsonl is a link"):
         quarantine.write("quarantined", row=3)
-    (run / ".settings.yaml.new").symlink_to(precious)
+    (run / f".settings.yaml.{os.getpid()}.new").symlink_to(precious)
     write_whole(run / "settings.yaml", "new")
     assert (run / "settings.yaml").read_text() == "new"
     assert precious.read_text() == "text"

@@ -40,11 +40,13 @@ def evaluate(
     ] = "default",
     template_arg: TemplateArg = None,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Longest answer, in tokens.")] = 256,
-    temperature: Annotated[float, typer.Option(min=0.0, help="Of what is drawn; 0: greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Probability that is drawn from; 1: all.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Most likely tokens that are drawn from; 0: all.")] = 0,
-    rows: Annotated[int, typer.Option(min=1, help="Prompts that are decoded at once.")] = 8,
-    timed_prompts: Annotated[int, typer.Option(min=0, help="Prompts timed one by one against plain decoding.")] = 8,
+    temperature: Annotated[float | None, typer.Option(min=0.0, help="Of what is drawn. Default: 0, greedy.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Probability that is drawn from. Default: 1, all.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Most likely tokens that are drawn from. Default: 0, all.")] = None,
+    rows: Annotated[int | None, typer.Option(min=1, help="Prompts that are decoded at once. Default: 8.")] = None,
+    timed_prompts: Annotated[
+        int | None, typer.Option(min=0, help="Prompts timed one by one against plain decoding. Default: 8.")
+    ] = None,
     against: Annotated[
         Path | None, typer.Option(help="Another run, or its evaluation.json on the same prompts, to compare with.")
     ] = None,
@@ -58,20 +60,41 @@ def evaluate(
     served_name: Annotated[
         str | None, typer.Option(help="What the server calls the target. Default: the first of its models.")
     ] = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests under way at the server.")] = 1,
-    server_timeout: Annotated[float, typer.Option(min=1.0, help="Seconds that an answer may take.")] = 600.0,
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Requests under way at the server. Default: 1.")
+    ] = None,
+    server_timeout: Annotated[
+        float | None, typer.Option(min=1.0, help="Seconds that an answer may take. Default: 600.")
+    ] = None,
     target: Annotated[
         str | None, typer.Option(help="Folder of the target. Default: where the run had it, or what is served.")
     ] = None,
     checkpoint: Checkpoint = None,
     device: Device = None,
-    dtype: Annotated[Number, typer.Option(help="Number format; only float32 is exactly lossless.")] = "float32",
+    dtype: Annotated[
+        Number | None, typer.Option(help="Number format; only float32, the default, is exactly lossless.")
+    ] = None,
     json: AsJson = False,
 ) -> None:
     """Measure acceptance by true speculative decoding, and check that its output is the target's own."""
     run, source = _places(run_dir, prompts, alone=server is not None)
     _check_goes_with(
-        probe=probe, server=server, against=against, device=device, checkpoint=checkpoint, served_name=served_name
+        {"--server": server is not None, "--probe": probe},
+        {
+            "--probe": probe or None,
+            "--against": against,
+            "--device": device,
+            "--checkpoint": checkpoint,
+            "--dtype": dtype,
+            "--rows": rows,
+            "--timed-prompts": timed_prompts,
+            "--temperature": temperature,
+            "--top-p": top_p,
+            "--top-k": top_k,
+            "--served-name": served_name,
+            "--concurrency": concurrency,
+            "--server-timeout": server_timeout,
+        },
     )
     from paceline.decode.sampling import Sampling
     from paceline.recipes.evaluate_asked import Asking
@@ -82,25 +105,26 @@ def evaluate(
         seed=seed,
         thinking=thinking,
         template_args=dict(map(read_template_arg, template_arg or [])),
-        sampling=Sampling(temperature, top_k, top_p, seed),
+        sampling=Sampling(temperature or 0.0, top_k or 0, 1.0 if top_p is None else top_p, seed),
     )
     console = Console(json=json)
     if server is not None:
         from paceline.recipes.evaluate_server import AskedServer, evaluate_server, server_text
 
-        asked = AskedServer(server, served_name, concurrency, server_timeout)
+        asked = AskedServer(server, served_name, concurrency or 1, server_timeout or 600.0)
         served = evaluate_server(run, source, asking, asked, console=console, target=target)
         return finish(console, json, served, server_text(served))
     assert run is not None, "only a server goes without"
     how: dict[str, Any] = {
         "device": choose_device(device),
-        "dtype": dtype,
+        "dtype": dtype or "float32",
         "moved_to": target,
         "checkpoint": checkpoint,
     }
     if probe:
         return _probe(run, source, asking, console, json, **how)
-    return _measure(run, source, asking, console, json, rows=rows, timed_prompts=timed_prompts, against=against, **how)
+    timed = 8 if timed_prompts is None else timed_prompts
+    return _measure(run, source, asking, console, json, rows=rows or 8, timed_prompts=timed, against=against, **how)
 
 
 def _probe(run: Path, source: str, asking: "Asking", console: Console, json: bool, **how: Any) -> None:
@@ -136,15 +160,18 @@ def _places(first: Path, second: str | None, *, alone: bool) -> tuple[Path | Non
     raise UserError(f"`evaluate` needs a run's folder and prompts, got {first} alone. Add a JSONL file or gsm8k.")
 
 
-def _check_goes_with(*, probe: bool, server: str | None, **others: object) -> None:
-    """Refuse options that would have nothing to do."""
-    given = [f"--{name.replace('_', '-')}" for name, value in others.items() if value is not None]
-    wrong = {
-        "--server": [name for name in (*(["--probe"] if probe else []), *given) if name != "--served-name"],
-        "--probe": [name for name in given if name == "--against"],
-    }
-    for flag, used in (("--server", server is not None), ("--probe", probe)):
-        if used and wrong[flag]:
-            raise UserError(f"{flag} goes without {wrong[flag][0]}. Leave one of them out.")
-    if server is None and "--served-name" in given:
-        raise UserError("--served-name is of a server, got it without --server. Leave it out.")
+# What has nothing to do beside a flag, in the order in which it is refused.
+_IDLE = {
+    "--server": ("--probe", "--against", "--device", "--checkpoint", "--dtype", "--rows", "--timed-prompts"),
+    "--probe": ("--against", "--rows", "--timed-prompts", "--temperature", "--top-p", "--top-k"),
+}
+_OF_SERVER = ("--served-name", "--concurrency", "--server-timeout")
+
+
+def _check_goes_with(flags: dict[str, bool], options: dict[str, object]) -> None:
+    """Refuse options that were given, which are not None, and would have nothing to do."""
+    for flag, used in flags.items():
+        if used and (idle := [name for name in _IDLE[flag] if options[name] is not None]):
+            raise UserError(f"{flag} goes without {idle[0]}. Leave one of them out.")
+    if not flags["--server"] and (idle := [name for name in _OF_SERVER if options[name] is not None]):
+        raise UserError(f"{idle[0]} is of a server, got it without --server. Leave it out.")

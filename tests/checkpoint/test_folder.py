@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.checkpoint.drafter import DrafterMeta, find_drafter
-from paceline.checkpoint.folder import claimed, whole_folder
+from paceline.checkpoint.folder import claimed, whole_folder, write_whole
 from paceline.config import DrafterSettings
 from paceline.records import UserError
 
@@ -48,6 +48,25 @@ def test_what_a_killed_process_left_is_removed_and_what_it_moved_away_comes_back
     with whole_folder(tmp_path / "out"):
         assert (tmp_path / "out" / "file").read_text() == "old"
     assert sorted(os.listdir(tmp_path)) == [f".out.{os.getppid()}", "out"]
+
+
+def test_two_processes_that_write_one_file_leave_a_whole_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, own, synced = tmp_path / "evaluation.json", os.getpid(), os.fsync
+
+    def another_writes_meanwhile(handle: int) -> None:
+        monkeypatch.setattr(os, "fsync", synced)
+        with monkeypatch.context() as as_another:
+            as_another.setattr(os, "getpid", os.getppid)  # which lives
+            write_whole(path, "theirs, and longer")
+        assert path.read_text() == "theirs, and longer"
+        synced(handle)
+
+    (tmp_path / f".evaluation.json.{dead_process()}.new").write_text("of a killed one")
+    monkeypatch.setattr(os, "fsync", another_writes_meanwhile)
+    write_whole(path, "ours")
+    assert path.read_text() == "ours"
+    assert os.getpid() == own
+    assert [entry.name for entry in tmp_path.iterdir()] == ["evaluation.json"]
 
 
 def test_a_link_is_written_through(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def test_everything_that_is_printed_fits_80_columns(run: Run, prompts: Path) -> 
         "against other/evaluation.json",
         "95% intervals, paired bootstrap over 6 prompts",
         "lossless (float32): yes",
-        "tokens/s, 1 prompts)",
+        "tokens/s, 1 prompt)",
     ):
         assert part in text
 
@@ -476,7 +476,14 @@ def test_options_that_do_not_go_together(run: Run, prompts: Path) -> None:
     assert refusal("run", prompts, *server, "--probe") == "--server goes without --probe. Leave one of them out."
     assert refusal("run", prompts, *server, "--against", "x").startswith("--server goes without --against.")
     assert refusal("run", prompts, *server, "--device", "cpu").startswith("--server goes without --device.")
+    for option in ("--rows 2", "--timed-prompts 8", "--dtype float32"):  # which are the defaults of some
+        said = refusal("run", prompts, *server, *option.split())
+        assert said == f"--server goes without {option.split()[0]}. Leave one of them out."
     assert refusal("run", prompts, "--probe", "--against", "x").startswith("--probe goes without --against.")
+    assert refusal("run", prompts, "--probe", "--temperature", "0").startswith("--probe goes without --temperature.")
+    for option in ("--concurrency", "--server-timeout"):
+        said = refusal("run", prompts, option, "2")
+        assert said == f"{option} is of a server, got it without --server. Leave it out."
     assert refusal("run", prompts, "--served-name", "x").startswith("--served-name is of a server, got it without")
 
 

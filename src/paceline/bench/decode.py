@@ -34,6 +34,7 @@ from paceline.drafter.ends import FrozenEnds
 from paceline.drafter.model import Drafter
 from paceline.observe.console import Console
 from paceline.records import Completion
+from paceline.runtime.devices import device_name
 from paceline.runtime.linear import twin
 from paceline.target.load import describe, load_causal, load_tokenizer
 from paceline.target.model import DecodingTarget
@@ -92,7 +93,7 @@ def bench_decode(work: Work, console: Console) -> dict[str, Any]:
     return {
         "shape": work.shape,
         "drafts": "the run's" if work.prompt_file else "all right" if work.right else "none right",
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "device": device_name(device),
         "torch": torch.__version__,
         "dflash_version": peer,
         "dtype": work.dtype,

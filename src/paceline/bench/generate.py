@@ -20,6 +20,7 @@ from paceline.decode.requests import Request
 from paceline.decode.sampling import Sampling
 from paceline.decode.stats import Stats
 from paceline.observe.console import Console
+from paceline.runtime.devices import device_name
 from paceline.target.model import DecodingTarget
 
 PROMPT_TOKENS = (16, 96)  # shortest and longest
@@ -67,7 +68,7 @@ def bench_generate(work: Work, console: Console) -> dict[str, Any]:
         theirs["same_completions"] = sum(a == b for a, b in zip(made, stock, strict=True))
     return {
         "shape": work.shape,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "device": device_name(device),
         "torch": torch.__version__,
         "dtype": work.dtype,
         "rows": work.rows,

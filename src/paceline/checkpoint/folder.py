@@ -5,6 +5,7 @@ the rename after it.
 """
 
 import fcntl
+import glob
 import os
 import shutil
 import socket
@@ -77,9 +78,12 @@ def _replace(folder: Path, aside: Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace a file of a run folder that this process owns; a reader finds the old text or the new one."""
-    aside = path.with_name(f".{path.name}.new")
-    aside.unlink(missing_ok=True)  # of a killed process, or a link to somewhere else
+    """Replace a file of a run folder; a reader finds the old text or the new one, whoever else writes it meanwhile."""
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.new"):
+        owner = left.name.rsplit(".", 2)[-2]
+        if owner == str(os.getpid()) or (owner.isdecimal() and not _alive(int(owner))):
+            left.unlink(missing_ok=True)  # of a killed process, or a link to somewhere else
+    aside = path.with_name(f".{path.name}.{os.getpid()}.new")
     with aside.open("x", encoding="utf-8") as file:
         file.write(text)
         file.flush()

@@ -36,10 +36,13 @@ _RESULTS = (
     ("tau_trained", "acceptance length τ, mean over prompts"),
     ("tau_pooled", "acceptance length τ, pooled over cycles"),
     ("speedup_vs_autoregressive", "speed against plain decoding, same engine"),
+    ("prompt_set", "prompts from"),
     ("prompts", "prompts"),
+    ("thinking", "thinking"),
     ("max_new_tokens", "longest answer, tokens"),
     ("temperature", "temperature"),
     ("dtype", "number format"),
+    ("device", "measured on"),
 )
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from paceline.probe.finding import Bench, Finding, Verdict, tell
 from paceline.probe.nets import devices, use
 from paceline.probe.threads import in_worker
+from paceline.runtime.devices import device_name
 
 HEADS, LENGTH, BLOCK, WIDTH = 2, 256, 16, 64
 CLOSE = {torch.float32: 1e-3, torch.bfloat16: 4e-2}  # relative to the largest value
@@ -22,12 +23,8 @@ def flex_attention_both_ways(bench: Bench) -> Finding:
     outcomes = {saw for saw, _ in parts}
     saw = next(one for one in ("none", "forward only", "forward and backward") if one in outcomes)
     verdict: dict[str, Verdict] = {"none": "refused", "forward only": "degraded", "forward and backward": "ok"}
-    numbers = {"works": dict(zip((_kind(d) for d in devices(bench)), (saw for saw, _ in parts), strict=True))}
+    numbers = {"works": dict(zip((device_name(d) for d in devices(bench)), (saw for saw, _ in parts), strict=True))}
     return Finding(verdict[saw], "; ".join(text for _, text in parts), numbers, saw=saw)
-
-
-def _kind(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def _try(device: torch.device) -> tuple[str, str]:
@@ -50,7 +47,7 @@ def _try(device: torch.device) -> tuple[str, str]:
     wanted_grads = torch.autograd.grad(wanted.square().mean(), (query, key, value))
     block_mask = create_block_mask(visible, None, None, LENGTH, LENGTH, device=device)
     compiled = torch.compile(flex_attention, dynamic=False)
-    where = _kind(device)
+    where = device_name(device)
     try:
         with torch.no_grad():
             got = compiled(qkv[0], qkv[1], qkv[2], block_mask=block_mask)

@@ -23,6 +23,7 @@ from paceline.observe.console import Console
 from paceline.recipes.evaluate_against import compare, load_other, per_prompt
 from paceline.recipes.evaluate_asked import Asking, ask, check_target, tell_beyond, trained_tokens
 from paceline.records import Completion, UserError
+from paceline.runtime.devices import device_name
 from paceline.target.load import TargetFacts, describe, load_ends, load_tokenizer
 from paceline.target.model import DecodingTarget
 
@@ -57,6 +58,7 @@ def evaluate(
     check_target(run, meta, facts)
     questions = ask(prompts, asking, load_tokenizer(facts.name), facts)
     described = {**questions.described, "target": facts.name, "target_revision": facts.revision, "dtype": dtype}
+    described["device"] = device_name(device)
     other = load_other(against, described) if against else None
     trained_on = trained_tokens(run)
     beyond = tell_beyond(questions.ids, asking, trained_on, console)
@@ -174,14 +176,16 @@ def _lossless(decoding: _Decoding, plain: Sequence[Completion], done: Sequence[C
     with decoding.console.progress("compare with plain decoding") as tick:
         found = differences(decoding.target, plain, done, tick)
     wrong = [one for one in found if not one.near_tie]
-    gaps = [one.gap for one in found if one.gap is not None]
+    # The nearest to being a mistake: a gap says something beside the bound of its own place only.
+    gaps = [(one.gap, one.bound) for one in found if one.gap is not None]
+    gap, bound = max(gaps, key=lambda pair: pair[0] - pair[1], default=(None, None))
     return {
         "lossless": not wrong,
         "first_difference": (wrong[0].prompt, wrong[0].place) if wrong else None,
         "near_ties": len(found) - len(wrong),
         "mismatches": len(wrong),
-        "largest_gap": max(gaps, default=None),
-        "near_tie_bound": max((one.bound for one in found), default=None),
+        "largest_gap": gap,
+        "near_tie_bound": bound,
     }
 
 

@@ -11,7 +11,7 @@ from paceline.data.prompt_sets import Source
 from paceline.decode.served import Asked, measure, served_model
 from paceline.observe.console import Console
 from paceline.recipes.evaluate_asked import Asking, ask
-from paceline.recipes.evaluate_texts import asked_lines, slot_lines
+from paceline.recipes.evaluate_texts import asked_lines, many, slot_lines
 from paceline.records import UserError
 from paceline.target.load import TargetFacts, describe, load_tokenizer
 
@@ -84,15 +84,15 @@ def evaluate_server(
 
 def server_text(report: dict[str, Any]) -> str:
     """Return what a server said, in 80 columns."""
-    pooled = f"{report['tau_pooled']:.2f} pooled over {report['cycles']:,} cycles"
-    each = f"{report['tau']:.2f}, mean of {report['prompts']:,} requests; " if report["tau"] is not None else ""
+    pooled = f"{report['tau_pooled']:.2f} pooled over {many(report['cycles'], 'cycle')}"
+    each = f"{report['tau']:.2f}, mean of {many(report['prompts'], 'request')}; " if report["tau"] is not None else ""
     lines = [
         *asked_lines(report),
         f"server    {report['engine']} at {report['server'][:60]}",
         f"acceptance length {each}{pooled}",
         *slot_lines((report["per_slot_acceptance"] or ())[1:]),
         f"speed {report['tokens_per_s']:,.1f} tokens/s: {report['tokens']:,} in {report['seconds']:,.1f} s, "
-        f"{report['concurrency']:,} requests at once",
+        f"{many(report['concurrency'], 'request')} at once",
     ]
     if report["other_tokens"]:
         lines.append(

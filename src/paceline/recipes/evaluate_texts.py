@@ -18,8 +18,8 @@ def evaluation_text(report: dict[str, Any]) -> str:
         [
             *([f"drafter   of checkpoint {checkpoint}, after step {report['train_steps']:,}"] if checkpoint else []),
             *asked_lines(report),
-            f"acceptance length {report['tau_trained']:.2f}, mean of {report['prompts']:,} requests; "
-            f"{report['tau_pooled']:.2f} pooled over {report['cycles']:,} cycles",
+            f"acceptance length {report['tau_trained']:.2f}, mean of {many(report['prompts'], 'request')}; "
+            f"{report['tau_pooled']:.2f} pooled over {many(report['cycles'], 'cycle')}",
             *slot_lines(report["per_slot_acceptance"][1:]),
             *_context_lines(report["by_context"]),
             *_category_lines(report["by_category"]),
@@ -48,6 +48,11 @@ def asked_lines(report: dict[str, Any]) -> list[str]:
     return [_cut(line, _COLUMNS) for line in lines]
 
 
+def many(count: int, what: str) -> str:
+    """Return how many there are of something."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
 def slot_lines(shares: Sequence[float]) -> list[str]:
     """Return the share of cycles accepted up to each slot, a few a line."""
     lines = []
@@ -66,10 +71,10 @@ def against_lines(against: dict[str, Any]) -> list[str]:
         f"against   {_short_path(against['evaluation'])}",
         f"          here {_interval(against['own'])}, there {_interval(against['other'])}",
         f"          difference {_interval(difference, sign='+')}{apart}",
-        f"          {level} intervals, paired bootstrap over {against['prompts']:,} prompts",
+        f"          {level} intervals, paired bootstrap over {many(against['prompts'], 'prompt')}",
     ]
     if against["left_out"]:
-        lines.append(f"          left out: {against['left_out']:,} prompts with a draft cycle on one side only")
+        lines.append(f"          left out: {many(against['left_out'], 'prompt')} with a draft cycle on one side only")
     return lines
 
 
@@ -102,7 +107,7 @@ def _lossless_line(report: dict[str, Any]) -> str:
     line = f"lossless ({report['dtype']}): {'yes' if report['lossless'] else 'NO'}"
     wrong, near, gap = report["mismatches"], report["near_ties"], report["largest_gap"]
     if wrong or near:
-        line += f"; of {report['prompts']:,} answers {near:,} part at near ties, {wrong:,} differ"
+        line += f"; of {many(report['prompts'], 'answer')} {near:,} part at near ties, {wrong:,} differ"
     if gap is not None:
         line += f"\n          largest gap {gap:.3g}; a near tie is up to {report['near_tie_bound']:.3g}"
     return line
@@ -114,7 +119,7 @@ def _speed_lines(report: dict[str, Any]) -> list[str]:
     return [
         f"speed against plain decoding: {report['speedup_vs_autoregressive']:.2f}x "
         f"({report['speculative_tokens_per_s']:,.1f} and {report['plain_tokens_per_s']:,.1f} tokens/s, "
-        f"{report['timed_prompts']:,} prompts)"
+        f"{many(report['timed_prompts'], 'prompt')})"
     ]
 
 

@@ -18,3 +18,9 @@ def check_device(name: str, key: str) -> None:
     if kind == "cuda" and int(index) >= count:
         there = f"cuda:0 to cuda:{count - 1}" if count else "no CUDA device"
         raise UserError(f"{key} names {name}, but this machine has {there}. Use one that is there, or cpu.")
+
+
+def device_name(device: str | torch.device) -> str:
+    """Return what a GPU is called by its maker, or `cpu`."""
+    where = torch.device(device)
+    return torch.cuda.get_device_name(where) if where.type == "cuda" else "cpu"

@@ -73,7 +73,8 @@ def _snapshot(model: str, revision: str | None) -> Path:
     wanted = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
     if revision is None:
         raise UserError(
-            f"There is no folder {model} here; if it is a hub id, target.revision must name a commit (--revision)."
+            f"There is no folder {model} here. Give the target's folder, or with a hub id its commit (target.revision, "
+            "--revision)."
         )
     try:  # what lies in the local cache needs no network
         return Path(snapshot_download(model, revision=revision, allow_patterns=wanted, local_files_only=True))
