@@ -30,6 +30,7 @@ from paceline.config_file import dump_settings, load_settings
 from paceline.data.completions import shard_files
 from paceline.data.store import open_dataset
 from paceline.observe.console import Console
+from paceline.observe.reading import read_events
 from paceline.records import PacelineError, RunError, UserError
 
 GROUP = typer.main.get_command(cli.app)
@@ -376,7 +377,7 @@ def test_train_leaves_a_whole_run_folder(journey: dict[str, tuple[Path, Ended]])
     settings = load_settings(run / "settings.yaml")
     assert (settings.train.max_steps, settings.drafter.layers, settings.pipeline.targets) == (6, 1, ("cpu", "cpu"))
     assert dump_settings(settings) == (run / "settings.yaml").read_text()
-    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    events = list(read_events(run))
     assert [event["step"] for event in events if event["event"] == "step"] == [0, 2, 4, 5]
     assert {"plan", "role", "step"} < {event["event"] for event in events}
     assert events[-1]["event"] == "trained"

@@ -1,6 +1,5 @@
 """A run on given devices, from a dataset to every step's loss."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ import pytest
 
 from paceline.config import RunSettings
 from paceline.observe.console import Console
+from paceline.observe.reading import read_events
 from paceline.recipes.train import train
 
 
@@ -39,7 +39,7 @@ def losses(
             "pipeline": {"targets": [devices[0]], "drafters": list(devices[1:])},
         }
         train(RunSettings.model_validate(tree), console=Console(json=True))
-        events = [json.loads(line) for line in (tmp_path / name / "events.jsonl").read_text().splitlines()]
+        events = list(read_events(tmp_path / name))
         return [event["loss"] for event in events if event["event"] == "step"]
 
     return run

@@ -20,6 +20,7 @@ from paceline.data.mixture import Mixture
 from paceline.data.store import open_dataset
 from paceline.drafter.model import Drafter
 from paceline.observe.console import Console
+from paceline.observe.reading import read_events
 from paceline.recipes.train import train
 from paceline.recipes.train_tell import Teller
 from paceline.records import FeatureBatch, RunError, StepReport, TokenBatch
@@ -69,7 +70,7 @@ def run(settings: RunSettings) -> tuple[list[dict[str, Any]], dict[str, torch.Te
 
 
 def events(place: Path) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (place / "events.jsonl").read_text().splitlines()]
+    found = list(read_events(place))
     return [{key: value for key, value in event.items() if key != "t"} for event in found]
 
 

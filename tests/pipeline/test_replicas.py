@@ -1,6 +1,5 @@
 """Replicas that fail: the run goes on as if nothing had been, or ends with the cause and all that was reached."""
 
-import json
 import re
 import threading
 from collections.abc import Callable
@@ -12,6 +11,7 @@ import torch
 
 from paceline.config import RunSettings
 from paceline.observe.console import Console
+from paceline.observe.reading import read_events
 from paceline.pipeline.channel import OrderedChannel
 from paceline.recipes.train import train
 from paceline.records import RunError, TokenBatch
@@ -22,7 +22,7 @@ Fault = Callable[[TargetReplica, TokenBatch], None]
 
 
 def events(settings: RunSettings) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (Path(settings.run_dir) / "events.jsonl").read_text().splitlines()]
+    return list(read_events(Path(settings.run_dir)))
 
 
 def told(settings: RunSettings, *kinds: str) -> list[dict[str, Any]]:

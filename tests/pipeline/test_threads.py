@@ -18,6 +18,7 @@ from paceline.data import loader
 from paceline.data.prefetch import Prefetch
 from paceline.drafter.model import Drafter
 from paceline.observe.console import Console
+from paceline.observe.reading import read_events
 from paceline.pipeline.channel import OrderedChannel
 from paceline.pipeline.dispenser import Dispenser
 from paceline.recipes import train_inputs as inputs
@@ -30,7 +31,7 @@ from paceline.train.step import DrafterStep
 def run(settings: RunSettings) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Train and return the exact loss of every step and the final weights."""
     train(settings, console=Console(json=True))
-    events = [json.loads(line) for line in (Path(settings.run_dir) / "events.jsonl").read_text().splitlines()]
+    events = list(read_events(Path(settings.run_dir)))
     losses = [event["loss_sum"] for event in events if event["event"] == "step"]
     return losses, load_file(Path(settings.run_dir) / "drafter" / "model.safetensors")
 
@@ -125,7 +126,7 @@ def test_a_step_without_a_label_is_not_applied_and_named(settings: Any, monkeypa
     tree = settings("run", data={"max_batch": 1}, train={"max_steps": 24})
     run(tree)
     place = Path(tree.run_dir)
-    events = [json.loads(line) for line in (place / "events.jsonl").read_text().splitlines()]
+    events = list(read_events(place))
     not_applied = [event for event in events if event["event"] == "step" and not event["applied"]]
     assert [(event["loss"], event["blocks"]) for event in not_applied] == [("nan", 0)] * 3
     lines = [json.loads(line) for line in (place / "quarantine.jsonl").read_text().splitlines()]
@@ -216,7 +217,7 @@ def test_a_fault_in_the_drafter_ends_the_run_named_within_seconds(
     ):
         train(tree, console=Console(json=True))
     assert time.monotonic() - began < 20
-    events = [json.loads(line) for line in (Path(tree.run_dir) / "events.jsonl").read_text().splitlines()]
+    events = list(read_events(Path(tree.run_dir)))
     assert events[-1]["event"] == "failed"
     assert role in events[-1]["message"]
     assert not (Path(tree.run_dir) / "drafter").exists()
@@ -231,7 +232,7 @@ def test_weights_that_give_no_finite_loss_any_more_end_the_run_with_a_report(set
     with pytest.raises(RunError, match=sentence):
         run(settings("hot", train={"lr": 1e30, "clip": 1e30}))
     folder = Path(settings("hot").run_dir)
-    told = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    told = list(read_events(folder))
     rejected = [event["step"] for event in told if event["event"] == "rejected"]
     assert len(rejected) == 6
     quarantine = [json.loads(line) for line in (folder / "quarantine.jsonl").read_text().splitlines()]
@@ -271,7 +272,7 @@ def test_memory_that_grows_is_an_event(settings: Any, monkeypatch: pytest.Monkey
     monkeypatch.setattr("paceline.observe.growth._SAMPLES", 8)
     monkeypatch.setattr("paceline.observe.growth.memory", lambda devices: {"host": 1e6 * next(minutes)})
     run(settings("leak"))
-    told = [json.loads(line) for line in (Path(settings("leak").run_dir) / "events.jsonl").read_text().splitlines()]
+    told = list(read_events(Path(settings("leak").run_dir)))
     grown = [event for event in told if event["event"] == "memory_growth"]
     assert len(grown) == 2
     assert {event["where"] for event in grown} == {"host"}
@@ -282,7 +283,7 @@ def test_memory_that_grows_is_an_event(settings: Any, monkeypatch: pytest.Monkey
 def test_every_event_carries_the_schema_version(settings: Any) -> None:
     tree = settings("events")
     run(tree)
-    events = [json.loads(line) for line in (Path(tree.run_dir) / "events.jsonl").read_text().splitlines()]
+    events = list(read_events(Path(tree.run_dir)))
     assert {event["schema"] for event in events} == {1}
     assert {event["event"] for event in events} == {"started", "plan", "role", "checksums", "step", "trained"}
     assert [event["shards"] for event in events if event["event"] == "checksums"] == [1]

@@ -15,6 +15,7 @@ from paceline.cli import _resumed
 from paceline.config import RunSettings
 from paceline.observe.console import Console
 from paceline.observe.quarantine import Quarantine
+from paceline.observe.reading import read_events
 from paceline.recipes import train_resume
 from paceline.recipes.train import train
 from paceline.recipes.train_stop import StopRequest
@@ -61,7 +62,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> Callable[[RunSettings], Path]:
 
 
 def _steps(run: Path) -> int:
-    return sum('"event": "step"' in line for line in (run / "events.jsonl").read_text().splitlines())
+    return sum(event["event"] == "step" for event in read_events(run))
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
@@ -78,7 +79,7 @@ def test_the_summary_and_the_events_are_those_of_the_whole_run(settings: Any, st
     parts = resume(settings("cut"))
     same = ("train_steps", "loss", "real_anchor_share", "padding_share", "policy", "recompiles")
     assert {key: parts[key] for key in same} == {key: whole[key] for key in same}
-    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    events = list(read_events(run))
     kinds = [event["event"] for event in events if event["event"] not in ("role", "checkpoint")]
     assert kinds[:10] == ["started", "plan", "checksums", *["step"] * 5, "interrupted", "resumed"]
     assert [event["step"] for event in events if event["event"] == "step"] == list(range(12))
@@ -188,7 +189,7 @@ def held_out(write_dataset: Callable[..., Path], random_rows: list) -> str:
 
 
 def looked(run: Path) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    found = list(read_events(run))
     return [{**event, "t": 0} for event in found if event["event"] == "held_out"]
 
 
@@ -245,7 +246,7 @@ def test_a_best_that_is_gone_is_said_and_is_no_bar(
     assert resume(tree)["best"] == {"steps": 12, "loss": whole["held_out_loss"]}
     told = " ".join(capsys.readouterr().err.split())
     assert "the best checkpoint, after step 9, is gone: the next held-out loss counts as the best" in told
-    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    events = list(read_events(run))
     assert [event["best"] for event in events if event["event"] == "resumed"] == [None]
 
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from paceline.config import DrafterSettings, RunSettings
 from paceline.drafter.model import Drafter
 from paceline.observe.console import Console
+from paceline.observe.reading import read_events
 from paceline.recipes.train import train
 from paceline.recipes.train_stop import StopRequest
 from paceline.records import Interrupted, UserError
@@ -73,8 +74,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 
 
 def events(run: Path, kind: str) -> list[dict[str, Any]]:
-    lines = map(json.loads, (run / "events.jsonl").read_text().splitlines())
-    return [event for event in lines if event["event"] == kind]
+    return [event for event in read_events(run) if event["event"] == kind]
 
 
 def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:

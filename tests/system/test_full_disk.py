@@ -13,6 +13,7 @@ import pytest
 
 from paceline.config import RunSettings
 from paceline.config_file import dump_settings
+from paceline.observe.reading import read_events
 
 pytestmark = pytest.mark.system
 
@@ -79,8 +80,8 @@ def test_generate_onto_a_full_disk(small_disk: Path, tmp_path: Path, tiny_folder
 
 
 def events(run: Path) -> list[dict[str, Any]]:
-    """Return the whole lines; the run that the disk ended has torn its last."""
-    return [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines() if line.endswith("}")]
+    """Return them; the run that the disk ended has torn its last."""
+    return list(read_events(run))
 
 
 @pytest.mark.parametrize("size", ["12m"])

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from paceline.observe.events import SCHEMA
 from paceline.records import UserError
 
+SCHEMA = 1  # of the events that are written, and the newest that is read
 _CHUNK = 2**20  # bytes read at once
 _ROTATED = re.compile(r"events-(\d{6,})\.jsonl")
 _BEGIN = ("started", "resumed")  # a part of a run begins with one of these
@@ -182,6 +182,15 @@ def _parsed(line: bytes, path: Path) -> dict[str, Any] | None:
         )
     if not isinstance(event.get("event"), str) or not isinstance(event.get("t"), int | float):
         return None
+    return _with_numbers(event, line)
+
+
+def as_read(line: bytes) -> dict[str, Any]:
+    """Return the event of a line that was just written, as a reader will get it."""
+    return _with_numbers(json.loads(line), line)
+
+
+def _with_numbers(event: dict[str, Any], line: bytes) -> dict[str, Any]:
     if b'nan"' in line or b'inf"' in line:
         return {key: _number(item, key) for key, item in event.items()}
     return event

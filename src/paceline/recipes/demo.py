@@ -111,7 +111,8 @@ def _claim(run: Path) -> None:
     run.mkdir(parents=True, exist_ok=True)
     (run / NOTE).write_text("This folder belongs to `paceline demo`, which replaces what is in it.\n")
     names = ("drafter", "export", "checkpoints", "events.jsonl", "quarantine.jsonl", "evaluation.json", "report.json")
-    for path in (*(run / name for name in names), *run.glob("evaluation-step-*.json")):
+    more = (*run.glob("evaluation-step-*.json"), *run.glob("events-*.jsonl"))
+    for path in (*(run / name for name in names), *more):
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
