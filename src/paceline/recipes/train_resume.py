@@ -19,7 +19,7 @@ from paceline.train.memory import step_memory
 # are rejected from now on; and where target and datasets lie, because their fingerprints are compared.
 _TRAIN = ("train.policy", "train.log_every", "train.logits_mib")
 _DATA = ("data.prefetch", "data.bad_rows")
-_HOW = ("run_dir", "pipeline.", "checkpoint.", "guard.", "evaluate.every_steps", *_DATA, *_TRAIN)
+_HOW = ("run_dir", "pipeline.", "checkpoint.", "guard.", "observe.", "evaluate.every_steps", *_DATA, *_TRAIN)
 _WHERE = ("data.dataset", "target.model", "target.revision", "evaluate.held_out")
 
 

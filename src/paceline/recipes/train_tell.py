@@ -156,6 +156,7 @@ class Teller:
 
     def on_asked(self, why: str) -> None:
         """The run was asked to stop."""
+        self._events.write("stopping", message=why)
         self._console.line(f"  {why}: stopping, this step is finished and saved; SIGTERM or Ctrl-C again stops at once")
 
     def on_late(self, text: str) -> None:
