@@ -7,7 +7,7 @@
 PYTHON ?= python3
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
-SYSTEM_PACKAGES ?= mount
+SYSTEM_PACKAGES ?= mount tmux
 
 VENV := .venv
 INTEROP := .venv-interop

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as the command line does, before torch is loaded
 
@@ -15,6 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from paceline.blocks import anchor_candidates
+from paceline.checkpoint.saver import Saver
 from paceline.config import DrafterSettings
 from paceline.data.manifest import Origin, tokenizer_fingerprint
 from paceline.data.store import CompletionDataset, open_dataset
@@ -44,6 +46,18 @@ def _save_tokenizer(folder: Path) -> None:
 def no_machine_profile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Whatever `paceline doctor` found on this machine does not decide what the tests run."""
     monkeypatch.setattr("paceline.recipes.train_checks.profile_path", lambda: tmp_path / "no-machine.json")
+
+
+@pytest.fixture
+def every_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No save is left out because the one before it is under way, however slow this machine's disk is."""
+    between = Saver.between_steps
+
+    def settled(self: Saver, *args: Any, **more: Any) -> None:
+        self.settle()
+        between(self, *args, **more)
+
+    monkeypatch.setattr(Saver, "between_steps", settled)
 
 
 @pytest.fixture

@@ -229,8 +229,11 @@ class GuardSettings(Section):
 
 
 class ObserveSettings(Section):
-    """Who is told of the run besides the console."""
+    """What a run tells of itself while it works, and who is told besides the console."""
 
+    sample_s: float = Field(
+        5.0, ge=0.1, le=1e6, description="seconds between two `sample` events: who works, who waits"
+    )
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = Field(
         (), description="tensorboard, wandb, mlflow, trackio: those that are told, each an extra of paceline"
     )

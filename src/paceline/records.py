@@ -117,6 +117,7 @@ class StepReport:
     anchor_slots: int  # anchors the steps' micro-batches had room for
     tokens: int  # real context tokens
     padded_tokens: int  # what the target saw, padding included
+    visible: int  # context tokens that blocks saw, each counted for every block that did
     lr: float
     grad_norm: float
     applied: bool  # False: loss or norm was not finite or above its limit, or no slot had a label; nothing changed

@@ -410,6 +410,7 @@ def test_a_micro_batch_of_nothing_but_bad_rows_has_no_blocks(
         "anchor_slots": 12,
         "tokens": 9,
         "padded_tokens": 9,
+        "visible": 0,
         "lr": 0.1,
         "grad_norm": 0.0,
         "applied": True,

@@ -225,6 +225,7 @@ def steps(run: Path, kind: str = "step") -> dict[int, dict[str, Any]]:
     for event in events(run):
         if event["event"] == kind:
             del event["t"]
+            event.pop("since", None)  # what this process has measured
             assert found.setdefault(event["step" if kind == "step" else "steps"], event) == event
     return found
 

@@ -105,7 +105,7 @@ def test_too_many_lead_back_once_and_the_run_completes(lab: Any, survival: Any, 
         assert [event for event in lab.events(other) if event["event"] == "rolled_back"] == []
         alike = {event["step"]: event for event in lab.events(other) if event["event"] == "step"}
         for step in (11, 12, 13):
-            assert {**told[step], "t": 0} == {**alike[step], "t": 0}
+            assert {**told[step], "t": 0, "since": 0} == {**alike[step], "t": 0, "since": 0}
         assert lab.weights(other) == lab.weights(whole)
         for number in range(3):
             run = lab.settings(f"killed-{number}", changes)

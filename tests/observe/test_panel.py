@@ -80,6 +80,12 @@ def test_a_start_tells_its_stages_and_how_long_a_role_takes() -> None:
     assert "busy" not in "\n".join(lines)
 
 
+def test_how_far_loading_is_is_told_with_its_time() -> None:
+    events = [*begin()[:5], told("loading", 1001.0, role="target replica 0", device="cuda:0", share=0.456)]
+    assert "target replica 0  cuda:0  loading 46 % 15 s" in [line.rstrip() for line in shown(events, 80)]
+    assert "%" not in "".join(shown(begin()[:7], 80)[3:]), "that of an earlier state does not stay"
+
+
 def test_a_run_that_ended_says_so_and_its_clock_stands() -> None:
     events = [*BUSY, told("failed", 1020.0, message="Nothing goes any more.")]
     lines = shown(events, 80)

@@ -70,8 +70,8 @@ def run(settings: RunSettings) -> tuple[list[dict[str, Any]], dict[str, torch.Te
 
 
 def events(place: Path) -> list[dict[str, Any]]:
-    found = list(read_events(place))
-    return [{key: value for key, value in event.items() if key != "t"} for event in found]
+    measured = ("t", "since")  # by this process
+    return [{key: value for key, value in event.items() if key not in measured} for event in read_events(place)]
 
 
 def of(found: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
@@ -108,6 +108,7 @@ def loss_alone(tiny: TargetFacts, shape: Any, weights: dict[str, torch.Tensor], 
     return step.report(tokens, 0.0).loss
 
 
+@pytest.mark.usefixtures("every_save")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_it_is_the_loss_of_the_weights_after_the_step(
     settings: Any, tiny: TargetFacts, shape: Any, write_dataset: Callable[..., Path], layout: str

@@ -2,6 +2,8 @@
 
 import threading
 
+import pytest
+
 from paceline.runtime import pulse
 from paceline.runtime.pulse import Pulse
 
@@ -39,3 +41,37 @@ def test_a_thread_without_a_pulse_waits_unnoticed() -> None:
 
     threading.Thread(target=wait).start()
     assert passed.wait(5)
+
+
+def test_waits_of_a_sort_add_up_and_one_under_way_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [10.0]
+    monkeypatch.setattr(pulse, "_clock", lambda: now[0])
+    own = Pulse()
+    pulse.adopt(own)
+    with pulse.waiting("its turn"):
+        now[0] += 5  # who starts does not wait for anybody's work
+    own.work()
+    assert (own.began, own.waited(15.0)) == (15.0, {})
+    for number in range(3):
+        now[0] += 1
+        with pulse.waiting(f"features of {number}", "features"):
+            now[0] += 2
+            with pulse.patient("the disk"):
+                now[0] += 4
+    own.work()
+    assert (own.began, own.waited(now[0])) == (15.0, {"features": 18.0})
+    with pulse.patient("room"):
+        assert own.waited(now[0] + 3) == {"features": 18.0, "room": 3.0}
+        assert own.waited(now[0] - 3) == {"features": 18.0, "room": 0.0}
+    pulse.adopt(Pulse())
+
+
+def test_an_error_ends_a_wait() -> None:
+    own = Pulse()
+    pulse.adopt(own)
+    own.work()
+    with pytest.raises(ValueError), pulse.waiting("room"):
+        raise ValueError
+    assert own.now.kind == "works"
+    assert own.now.waited.keys() == {"room"}
+    pulse.adopt(Pulse())

@@ -143,3 +143,14 @@ def test_loading_in_several_threads_at_once_gives_whole_models(tied: TargetFacts
     assert torch.get_default_dtype() == torch.float32
     model = load_causal(tied, dtype=torch.float32, device="cpu")
     assert torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
+
+
+def test_how_far_loading_is_is_told(tiny: TargetFacts, capfd: pytest.CaptureFixture[str]) -> None:
+    shares: list[float] = []
+    trunk = load_trunk(tiny, 2, dtype=torch.float32, device="cpu", on_loaded=shares.append)
+    whole = 1 + 6 * 11 + 1  # embedding, eleven tensors a layer, norm
+    assert len(list(trunk.parameters())) == 1 + 3 * 11
+    assert shares == pytest.approx([done / whole for done in range(whole)])
+    assert capfd.readouterr() == ("", "")
+    load_trunk(tiny, 2, dtype=torch.float32, device="cpu")
+    assert len(shares) == whole, "who loads next is not told to the one before"

@@ -14,7 +14,9 @@ from paceline.train.guard import Guard
 
 def report(step: int, loss: float, norm: float, *, applied: bool) -> StepReport:
     weight = 2.0
-    return StepReport(step, 0, loss * weight, weight, (0,), (1,), 1, 1, 1, 1, lr=1e-3, grad_norm=norm, applied=applied)
+    return StepReport(
+        step, 0, loss * weight, weight, (0,), (1,), 1, 1, 1, 1, 1, lr=1e-3, grad_norm=norm, applied=applied
+    )
 
 
 def drawn(draw: random.Random, steps: int) -> list[tuple[float, float]]:

@@ -431,3 +431,17 @@ def test_weights_and_moments_are_float32_beside_bfloat16_products(tiny, shape) -
     for working, weight, old in zip(step._working.parameters(), step.drafter.parameters(), before, strict=True):
         assert torch.equal(working, weight.to(working.dtype))
         assert not torch.equal(working, old)
+
+
+def test_what_blocks_see_is_counted(
+    tiny: TargetFacts, shape: DrafterSettings, ends: FrozenEnds, target: FeatureTarget, dataset: CompletionDataset
+) -> None:
+    """Against the mask that attention gets: its context part, once a block, of all micro-batches of a step."""
+    step, seen = make_step(tiny, shape, ends, SETTINGS), 0
+    step.clear()
+    for tokens in loader.micro_batches(Mixture([dataset]), data_settings(), step.settings, shape.block_size):
+        step.load(features_of(target, tokens))
+        mask_1QK = step._dense().mask_GQK
+        context = mask_1QK.view(-1, mask_1QK.shape[-1])[:: shape.block_size, : SETTINGS.context_slots]
+        seen += int(context.sum())
+    assert step.report(tokens, 0.0).visible == seen > 0

@@ -1,9 +1,5 @@
-"""The drafter shapes that are measured, and what a step at them costs at least.
+"""The drafter shapes that are measured."""
 
-Shapes: C context slots, A anchors, B block slots, H width.
-"""
-
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.config import DrafterSettings, TrainSettings
@@ -32,23 +28,6 @@ class Shape:
                 "logits_mib": 1280,
             }
         )
-
-    def flops(self, lengths: Sequence[int], visible: int, anchors: int) -> float:
-        """Return the floating-point operations of a step's useful work: real tokens and anchors only.
-
-        `visible` is how many context tokens all anchors see together. A matrix product counts 2 operations an entry;
-        backward costs twice the forward, except where no gradient is needed: the features have none, and the frozen
-        head has none for its weight.
-        """
-        d, h = self.drafter, self.hidden_size
-        tokens, slots = sum(lengths), anchors * d.block_size
-        wide, narrow = d.heads * d.head_dim, d.kv_heads * d.head_dim
-        fc = tokens * len(d.taps) * h * h
-        context = tokens * h * 2 * narrow * d.layers
-        matrices = slots * (2 * h * wide + 2 * h * narrow + 3 * h * d.intermediate_size) * d.layers
-        attention = 2 * wide * d.block_size * (visible + anchors * d.block_size) * d.layers
-        head = anchors * (d.block_size - 1) * h * self.vocab_size
-        return 2.0 * (2 * fc + 3 * (context + matrices + attention) + 2 * head)
 
 
 def _drafter(hidden: int, heads: int, kv_heads: int, head_dim: int, ffn: int, mask: int) -> DrafterSettings:

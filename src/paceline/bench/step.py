@@ -20,6 +20,7 @@ import torch
 from paceline.bench.features import feature_batches
 from paceline.bench.shapes import Shape
 from paceline.drafter.ends import FrozenEnds
+from paceline.drafter.flops import useful_flops
 from paceline.drafter.model import Drafter
 from paceline.observe.console import Console
 from paceline.records import FeatureBatch, RunError
@@ -94,8 +95,7 @@ def _measure(work: Work, policy: Policy, asked: float) -> dict[str, Any]:
         times, count = _times(step, batches, work.steps, device)
     memory = _memory(device, reserved) if cuda else dict.fromkeys(("peak_gib", "reserved_gib", "reserved_growth_gib"))
     median = statistics.median(times)
-    flops = [shape.flops(b.tokens.lengths, _visible(b), len(b.tokens.blocks.anchor_K)) for b in batches]
-    rate = statistics.mean(flops) / median
+    rate = statistics.mean(_flops(shape, batch) for batch in batches) / median
     return {
         "policy": policy,
         "shape": shape.name,
@@ -207,9 +207,16 @@ def _spin(stop: threading.Event) -> None:
         count += 1
 
 
-def _visible(batch: FeatureBatch) -> int:
+def _flops(shape: Shape, batch: FeatureBatch) -> float:
     own = batch.tokens.blocks
-    return int((own.anchor_K - own.start_K).sum())
+    return useful_flops(
+        shape.drafter,
+        hidden_size=shape.hidden_size,
+        vocab_size=shape.vocab_size,
+        tokens=batch.tokens.num_tokens,
+        visible=int((own.anchor_K - own.start_K).sum()),
+        blocks=len(own.anchor_K),
+    )
 
 
 def _matrix_peak(device: torch.device) -> float:

@@ -11,6 +11,7 @@ from typing import IO, Any, Protocol, runtime_checkable
 
 from rich.console import Console as RichConsole
 from rich.console import RenderableType
+from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
@@ -83,6 +84,11 @@ class Console:
         """Whether a progress bar says by itself how long the rest takes."""
         return self.rich.is_terminal
 
+    @property
+    def draws(self) -> bool:
+        """Whether something can stay in its place while lines go by above it."""
+        return self.rich.is_terminal and not self.rich.is_dumb_terminal
+
     @contextmanager
     def progress(self, what: str, total: int | None = None) -> Iterator[Tick]:
         """Yield a function to call as work goes on."""
@@ -90,6 +96,26 @@ class Console:
             yield from self._bar(what, total)
         else:
             yield from self._lines(what, total)
+
+    @contextmanager
+    def live(self) -> Iterator[Callable[[RenderableType], None]]:
+        """Yield a function that shows something below all lines, in the place of what it has shown before.
+
+        Where nothing can be drawn it shows nothing. The last stays when the block ends.
+        """
+        if not self.draws:
+            yield lambda what: None
+            return
+        live = Live(console=self.rich, auto_refresh=False, vertical_overflow="crop")
+
+        def show(what: RenderableType) -> None:
+            self._written(lambda: live.update(what, refresh=True))
+
+        self._written(live.start)
+        try:
+            yield show
+        finally:
+            self._written(live.stop)
 
     def result(self, text: str) -> None:
         """Print a verb's result to standard output, whatever else goes there.
@@ -106,13 +132,16 @@ class Console:
             raise _cannot_write("output", error) from None
 
     def _print(self, what: RenderableType, **how: Any) -> None:
-        """Print. To a terminal that was closed nothing is printed any more; SIGHUP says what becomes of the run.
+        self._written(lambda: self.rich.print(what, **how))
+
+    def _written(self, write: Callable[[], None]) -> None:
+        """Write. To a terminal that was closed nothing is written any more; SIGHUP says what becomes of the run.
 
         Raises:
             RunError: the stream cannot be written, a full disk's perhaps; not while it is outlived.
         """
         try:
-            self.rich.print(what, **how)
+            write()
         except (OSError, SystemExit) as error:
             # Who read has read enough; rich then wants to end the process.
             unread = isinstance(error, BrokenPipeError | SystemExit)

@@ -85,11 +85,17 @@ class MemoryWatch:
 
 def memory(devices: Sequence[str]) -> dict[str, float]:
     """Return the MiB that this process has allocated on the host and reserved on GPUs; nothing here waits for one."""
-    found = {}
-    with suppress(OSError):  # a system without /proc
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("RssAnon:"):
-                found["host"] = int(line.split()[1]) / 1024
+    own = host_bytes()
+    found = {} if own is None else {"host": own / 2**20}
     for device in sorted({name for name in devices if torch.device(name).type == "cuda"}):
         found[device] = torch.cuda.memory_reserved(device) / 2**20
     return found
+
+
+def host_bytes() -> int | None:
+    """Return the bytes that this process has allocated on the host, None on a system that does not say."""
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) * 1024
+    return None

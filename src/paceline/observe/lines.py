@@ -27,8 +27,12 @@ _SENTENCES = {
     "data": "data samples {samples} tokens {tokens} target {target} revision {target_revision}",
     "machine": "machine {host} cores {cores} python {python} torch {torch}",
     "stage": "{name} ({s:.1f} s)",
+    "loading": "{role} on {device}: {share:.0%} of the weights are loaded",
     "console_lost": "{message} The run goes on and shows nothing.",
     "disagreement": "{message}",
+    "stopping": "{message}: stopping, this step is finished and saved; SIGTERM or Ctrl-C again stops at once",
+    "tracker_failed": "{message}",
+    "unreadable": "{message}",
     "failed": "failed: {message}",
     "interrupted": "stopped: {message}",
 }
@@ -49,12 +53,12 @@ def line_of(event: Event) -> str | None:
 class Lines:
     """The lines of a stream of events, no more of them than a person reads.
 
-    Of `step` at most one every `step_s` seconds, and of `sample` every `sample_s`, by the events' own times; the first,
-    and a run's last step, always. Of rows that are set aside the first twenty.
+    Of `step`, and of one role's `loading`, at most one every `step_s` seconds, and of `sample` every `sample_s`, by the
+    events' own times; the first, and a run's last step, always. Of rows that are set aside the first twenty.
     """
 
     def __init__(self, *, step_s: float = 5.0, sample_s: float = 60.0) -> None:
-        self._every = {"step": step_s, "sample": sample_s}
+        self._every = {"step": step_s, "sample": sample_s, "loading": step_s}
         self._last: dict[str, float] = {}
         self._rows = 0
 
@@ -62,11 +66,12 @@ class Lines:
         """Return the line of the next event, None if it has none or one too many."""
         name = event.get("event", "")
         if name in self._every:
-            last, t = self._last.get(name), float(event.get("t", 0))
+            what = f"{name} {event.get('role', '')}"
+            last, t = self._last.get(what), float(event.get("t", 0))
             final = name == "step" and event.get("step", -1) + 1 == event.get("total_steps")
             if last is not None and t - last < self._every[name] and not final:
                 return None
-            self._last[name] = t
+            self._last[what] = t
         if name == "quarantined":
             self._rows += 1
             if self._rows > _ROWS:

@@ -20,6 +20,7 @@ _NARROW = 60  # columns under which roles have short names
 _GAP = "   "  # between two numbers
 _COLOURS = {"running": "green", "finished": "green", "failed": "red", "interrupted": "yellow", "hung": "red"}
 _SENTENCE = 3  # lines that one may take
+_SHOWN = 0.005  # of the time; who waits less waits 0 %
 
 # A part of the panel: how soon it goes where the height does not do (0: last), and its lines.
 Part = tuple[int, list[Text]]
@@ -184,7 +185,7 @@ def _columns(state: RunState, now: float, width: int) -> tuple[list[str], list[l
             "state": _state(role, now),
             "busy": _percent(role.get("busy_share")),
             "wait": _percent(role.get("wait_share")),
-            "for": role.get("waits_for") or "",
+            "for": (role.get("waits_for") or "") if (role.get("wait_share") or 0.0) >= _SHOWN else "",
             "memory": _gpu_memory(gpu) if gpu else "",
             "GPU": _percent(gpu.get("utilisation")) if gpu else "",
         }
@@ -204,7 +205,10 @@ def _width(table: dict[str, list[str]]) -> int:
 def _state(role: dict[str, Any], now: float) -> str:
     """Return a role's state; of one that starts, for how long it has been in it."""
     state, since = str(role.get("state")), role.get("since_t")
-    return f"{state} {_seconds(max(0.0, now - since))}" if state in ("loading", "compiling") and since else state
+    if state not in ("loading", "compiling") or not since:
+        return state
+    share = f" {_percent(role['loaded'])}" if state == "loading" and role.get("loaded") is not None else ""
+    return f"{state}{share} {_seconds(max(0.0, now - since))}"
 
 
 def _sentences(state: RunState, width: int) -> Iterator[Part]:

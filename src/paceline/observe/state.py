@@ -27,6 +27,7 @@ _FAULT_EVENTS = {
     "disk_full",
     "console_lost",
     "disagreement",
+    "tracker_failed",
     "failed",
 }
 _ROLE = {"busy_share": None, "wait_share": None, "waits_for": None}
@@ -183,6 +184,10 @@ class RunState:
         if state == "running":
             self.outcome = "running"
 
+    def _loading(self, event: Mapping[str, Any]) -> None:
+        if (role := self.roles.get(str(event.get("role")))) is not None:
+            role["loaded"] = event.get("share")
+
     def _step(self, event: Mapping[str, Any]) -> None:
         self.outcome = "running"
         self.step, self.total_steps = event["step"] + 1, event.get("total_steps", self.total_steps)
@@ -240,6 +245,7 @@ _HANDLERS: dict[str, Callable[[RunState, Mapping[str, Any]], None]] = {
     "data": RunState._data,
     "stage": RunState._stage,
     "role": RunState._role,
+    "loading": RunState._loading,
     "step": RunState._step,
     "sample": RunState._sample,
     "held_out": RunState._held_out,

@@ -23,7 +23,7 @@ class OrderedChannel:
 
     def __init__(self, credit_bytes: int, missing_before: Callable[[int], bool] = lambda seq: False) -> None:
         """`missing_before` says whether a batch before the one of this place waits for somebody to make it."""
-        self._credit, self._missing_before = credit_bytes, missing_before
+        self.limit_bytes, self._missing_before = credit_bytes, missing_before
         self._waiting: dict[int, FeatureBatch] = {}
         self._bytes = 0
         self._next = 0
@@ -51,7 +51,7 @@ class OrderedChannel:
 
     def _has_room(self, seq: int, nbytes: int) -> bool:
         # One from before the next came too late: it is not admitted, and has nothing to wait for.
-        return seq <= self._next or self._bytes + nbytes <= self._credit or self._missing_before(seq)
+        return seq <= self._next or self._bytes + nbytes <= self.limit_bytes or self._missing_before(seq)
 
     def look_again(self) -> None:
         """Let senders ask anew whether a batch before theirs is missing."""
@@ -78,7 +78,7 @@ class OrderedChannel:
     def __iter__(self) -> Iterator[FeatureBatch]:
         while True:
             with self._changed:
-                with pulse.waiting(f"features of micro-batch {self._next}"):
+                with pulse.waiting(f"features of micro-batch {self._next}", "features"):
                     self._changed.wait_for(
                         lambda: self._stopped or self._next in self._waiting or self._next == self._end
                     )

@@ -31,7 +31,7 @@ class Dealer:
     def _next(self, rank: int) -> Dealt | None:
         while True:
             with self._changed:
-                with pulse.waiting("features that another rank fetches"):
+                with pulse.waiting("features that another rank fetches", "features"):
                     self._changed.wait_for(lambda: self._queues[rank] or self._ended or not self._fetching)
                 if self._queues[rank]:
                     return self._queues[rank].popleft()

@@ -72,7 +72,7 @@ class Dispenser:
         """
         while True:
             with self._changed:
-                with pulse.waiting("a micro-batch that another replica fetches or may give back"):
+                with pulse.waiting("a micro-batch that another replica fetches or may give back", "data"):
                     self._changed.wait_for(lambda: self._decided(owner))
                 if self._stopped or owner.revoked:
                     raise Closed
@@ -96,7 +96,7 @@ class Dispenser:
         batch: TokenBatch | None = None
         error: BaseException | None = None
         try:
-            with pulse.waiting(f"micro-batch {self._fetched} from the loader"):
+            with pulse.waiting(f"micro-batch {self._fetched} from the loader", "data"):
                 batch = next(self._batches, None)
         except BaseException as caught:  # everyone who asks gets it
             error = caught

@@ -19,5 +19,6 @@ class Listeners:
     on_rejected: Callable[[Rejection], None]  # a step was not applied, says every rank
     on_rolled_back: Callable[[int, Saved], None]  # how many steps are done, and what the run went back to
     on_recompile: Callable[[str], None]  # a step did not fit what was compiled; the guard that failed
-    on_replica: Callable[..., None]  # an event's name and values: those of Replicas, and batch_split
+    on_replica: Callable[..., None]  # an event's name and values: those of Replicas, batch_split, loading
+    on_sample: Callable[..., None]  # a sample's values
     warn: Callable[[str], None]  # a sentence on a checkpoint that could not be taken

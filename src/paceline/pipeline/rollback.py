@@ -62,7 +62,7 @@ class Rollback:
 
     def _checkpoint(self, guard: Guard) -> Saved:
         """Return the checkpoint that all ranks take; whoever comes first finds it."""
-        with pulse.waiting("the checkpoint that another rank looks for"):
+        with pulse.waiting("the checkpoint that another rank looks for", "the other ranks"):
             self._lock.acquire()
         try:
             if self._found is None:

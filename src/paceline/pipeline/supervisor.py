@@ -173,6 +173,10 @@ class Supervisor:
             _compare(ready[0], other)
         self._agreed = ready[0]
 
+    def under_way(self) -> list[tuple[Role, str, Pulse]]:
+        """Return the roles that have not left, with their states; any thread may ask."""
+        return [(worker.role, worker.state, worker.pulse) for worker in list(self._workers.values())]
+
     def came_to_rest(self, role: Role, within_s: float) -> bool:
         """Wait for a role's thread after the run, and return whether it left on its own and without an error."""
         worker = self._all[role]

@@ -5,6 +5,7 @@ drafter sees the same stream with one replica as with five.
 """
 
 import shutil
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
@@ -19,12 +20,14 @@ from paceline.config import PipelineSettings, RunSettings
 from paceline.data.prefetch import Prefetch
 from paceline.drafter.ends import FrozenEnds
 from paceline.drafter.model import Drafter
+from paceline.observe.gpus import GpuReader
 from paceline.pipeline.channel import Closed, OrderedChannel, check_finite
 from paceline.pipeline.dealer import Dealer
 from paceline.pipeline.dispenser import Dispenser, Outlet
 from paceline.pipeline.listeners import Listeners
 from paceline.pipeline.replicas import Replicas
 from paceline.pipeline.rollback import Rollback
+from paceline.pipeline.sampler import Sampler, Seen
 from paceline.pipeline.supervisor import Supervisor
 from paceline.pipeline.watch import Watch
 from paceline.records import FeatureBatch, RunError, TokenBatch
@@ -37,6 +40,8 @@ from paceline.train.guard import Guard
 from paceline.train.rank import DrafterRank
 from paceline.train.ranks import Meeting
 from paceline.train.step import DrafterStep
+
+_LOADING_S = 1.0  # between two events on how far a replica's loading is
 
 
 def train_in_threads(
@@ -119,6 +124,7 @@ def train_in_threads(
         settled.enter_context(forbid_recompiles())
         saver.begin()
         told.on_ready()
+        settled.enter_context(sampler.under_way())
 
     supervisor = Supervisor(
         [*replicas.first, *ranks],
@@ -130,6 +136,14 @@ def train_in_threads(
         on_ready=all_ready,
         care=replicas,
         watch=Watch(pipeline.work_timeout_s, pipeline.ready_timeout_s, moving=moving),
+    )
+    sampler = Sampler(
+        settings.observe.sample_s,
+        roles=lambda: [Seen(role.name, role.device, state, pulse) for role, state, pulse in supervisor.under_way()],
+        queue_bytes=lambda: channel.waiting_bytes,
+        queue_limit_bytes=channel.limit_bytes,
+        gpus=GpuReader((*pipeline.targets, *pipeline.drafters)).read,
+        tell=told.on_sample,
     )
     if policy != "eager":
         warm_compiler(pipeline.drafters[0])
@@ -251,6 +265,14 @@ def _build_replica(
         told = {"role": replica.name, "device": device, "seq": tokens.seq, "tokens": tokens.num_tokens}
         tell("batch_split", **told, parts=parts)
 
+    due = time.monotonic() + _LOADING_S
+
+    def on_loaded(replica: TargetReplica, share: float) -> None:
+        nonlocal due
+        if time.monotonic() >= due:
+            due = time.monotonic() + _LOADING_S
+            tell("loading", role=replica.name, device=device, share=round(share, 4))
+
     return TargetReplica(
         index,
         device,
@@ -264,6 +286,7 @@ def _build_replica(
         deliver=deliver,
         gate=gate,
         on_split=on_split,
+        on_loaded=on_loaded,
     )
 
 

@@ -130,6 +130,20 @@ def cores_and_memory(bench: Bench) -> Finding:
     return Finding("degraded" if small else "ok", text, numbers)
 
 
+def about_machine() -> dict[str, Any]:
+    """Return what a run says of the machine that it is on; cores and memory are those that it may use."""
+    cores, total = float(len(os.sched_getaffinity(0))), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    names = [line for line in _read("/proc/cpuinfo").splitlines() if line.startswith("model name")]
+    return {
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "cpu": names[0].partition(":")[2].strip() if names else platform.machine(),
+        "cores": min(cores, _cpu_quota() or cores),
+        "memory_bytes": min(total, _memory_limit() or total),
+    }
+
+
 def _read(path: str) -> str:
     with suppress(OSError):
         return Path(path).read_text(encoding="utf-8").strip()

@@ -1,6 +1,7 @@
 """`paceline train`: RUN.yaml in, a trained drafter out; wires dataset, target replicas and drafter in threads."""
 
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,16 @@ from paceline.formats.warm_start import WarmStart
 from paceline.observe.attending import attended, check_attending
 from paceline.observe.console import Console
 from paceline.observe.events import EventLog
+from paceline.observe.live import RunView
 from paceline.observe.quarantine import Quarantine
 from paceline.pipeline.threads import train_in_threads
 from paceline.recipes.train_checks import check_run_folder, choose_policy
-from paceline.recipes.train_facts import drafter_meta, fixed_facts, say_what_made_it, tell_begin
+from paceline.recipes.train_facts import drafter_meta, fixed_facts, say_what_made_it, step_flops, tell_begin
 from paceline.recipes.train_guard import GuardTeller
 from paceline.recipes.train_inputs import Inputs, open_inputs, show_inputs, stream
 from paceline.recipes.train_listeners import listeners
 from paceline.recipes.train_resume import best_so_far, check_room, find_start
+from paceline.recipes.train_stages import Stages
 from paceline.recipes.train_stop import StopRequest, check_notice, notice_file
 from paceline.recipes.train_tell import Teller, Totals, known_rows
 from paceline.recipes.train_warm import warm_start
@@ -47,10 +50,11 @@ def train(
     """
     # 1. Everything that can be refused before a model is loaded.
     run, resume = Path(settings.run_dir), resume or resume_previous
+    stages = Stages(console, roles=len(settings.pipeline.targets) + len(settings.pipeline.drafters))
     check_run_folder(run, settings.data.folders, resume=resume, held_out=settings.evaluate.held_out)
     check_notice(settings.checkpoint)
     check_attending(settings.observe)
-    inputs = open_inputs(settings, console)
+    inputs = open_inputs(settings, console, stages.took)
     warm = None if resume else warm_start(settings, inputs.facts, console)  # else the weights are in a checkpoint
     show_inputs(inputs, settings, console)
     policy = choose_policy(settings, console)
@@ -67,7 +71,7 @@ def train(
             say_what_made_it(run, inputs, warm)
         best = best_so_far(run, start, console)
         write_whole(run / "settings.yaml", dump_settings(settings))
-        return _run(settings, inputs, check, fixed, start, warm, best, policy, console)
+        return _run(settings, inputs, check, fixed, start, warm, best, policy, stages, console)
 
 
 def _run(
@@ -79,30 +83,34 @@ def _run(
     warm: WarmStart | None,
     best: Best,
     policy: Policy,
+    stages: Stages,
     console: Console,
 ) -> dict[str, Any]:
     run, total_steps = Path(settings.run_dir), inputs.total_steps
+    view = RunView(console)
     # 3. Roles start, agree, work.
     with (
-        EventLog(run, tell=console.line) as events,
+        EventLog(run, [view.follow], tell=console.line) as events,
         Quarantine(run) as quarantine,
         console.outlived(lambda text: events.write("console_lost", message=text)),
         attended(settings.observe, run, events, grace_s=settings.checkpoint.grace_s, tell=console.line),
-        console.progress("train", total_steps) as tick,
+        view,
     ):
         totals = Totals(**start.state["totals"]) if start else Totals()
         teller = Teller(
             settings,
             total_steps,
             totals,
+            flops=partial(step_flops, settings, inputs.facts),
             events=events,
             quarantine=quarantine,
-            console=console,
-            tick=tick,
+            stages=stages,
             best=best,
         )
-        guard = GuardTeller(inputs.mixture, quarantine=quarantine, events=events, console=console)
+        guard = GuardTeller(inputs.mixture, quarantine=quarantine, events=events)
         tell_begin(events, settings, inputs, start, warm, best)
+        stages.written_to(events)
+        view.begin()
         aside = SetAside(settings.data.bad_rows, on_row=teller.on_bad_row, known=known_rows(quarantine))
 
         stop = StopRequest(

@@ -3,13 +3,19 @@
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from paceline.checkpoint.best import Best
 from paceline.checkpoint.drafter import DrafterMeta, save_provenance, versions
 from paceline.checkpoint.store import Saved
 from paceline.config import DrafterSettings, RunSettings
+from paceline.drafter.flops import useful_flops
 from paceline.formats.warm_start import WarmStart
 from paceline.observe.events import EventLog
+from paceline.observe.gpus import describe_gpus
+from paceline.probe.machine import about_machine
 from paceline.recipes.train_inputs import Inputs
+from paceline.records import StepReport
 from paceline.target.load import TargetFacts
 
 
@@ -65,8 +71,38 @@ def tell_begin(
     tree = settings.model_dump(mode="json")
     if start is not None:
         events.write("resumed", steps=start.steps, checkpoint=str(start.folder), best=best.state(), settings=tree)
+        _tell_where(events, settings, inputs)
         return
     events.write("started", settings=tree)
+    _tell_where(events, settings, inputs)
     events.write("plan", **inputs.buckets.as_dict(), steps=inputs.total_steps)
     if warm is not None:
         events.write("warm_start", **warm.as_dict())
+
+
+def _tell_where(events: EventLog, settings: RunSettings, inputs: Inputs) -> None:
+    """Write what machine this is, and what data."""
+    pipeline, datasets, facts = settings.pipeline, inputs.mixture.datasets, inputs.facts
+    gpus = describe_gpus((*pipeline.targets, *pipeline.drafters))
+    events.write("machine", **about_machine(), torch=torch.__version__, gpus=gpus)
+    events.write(
+        "data",
+        folders=[str(dataset.folder) for dataset in datasets],
+        fingerprints=[dataset.fingerprint for dataset in datasets],
+        samples=sum(len(dataset) for dataset in datasets),
+        tokens=sum(dataset.manifest.tokens for dataset in datasets),
+        target=facts.name,
+        target_revision=facts.revision,
+    )
+
+
+def step_flops(settings: RunSettings, facts: TargetFacts, report: StepReport) -> float:
+    """Return the operations of a step's useful work, all drafter ranks together."""
+    return useful_flops(
+        settings.drafter,
+        hidden_size=facts.hidden_size,
+        vocab_size=facts.vocab_size,
+        tokens=report.tokens,
+        visible=report.visible,
+        blocks=report.blocks,
+    )

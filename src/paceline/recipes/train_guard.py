@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 from paceline.data.mixture import Mixture
-from paceline.observe.console import Console
 from paceline.observe.events import EventLog
 from paceline.observe.growth import Growth, MemoryWatch
 from paceline.observe.quarantine import Quarantine
@@ -11,11 +10,11 @@ from paceline.records import Rejection, StepReport
 
 
 class GuardTeller:
-    """Passes on what was rejected: rows to quarantine.jsonl, the rest to events and console."""
+    """Passes on what was rejected: rows to quarantine.jsonl, the rest to the events."""
 
-    def __init__(self, mixture: Mixture, *, quarantine: Quarantine, events: EventLog, console: Console) -> None:
+    def __init__(self, mixture: Mixture, *, quarantine: Quarantine, events: EventLog) -> None:
         """Rows are those of `mixture`."""
-        self._mixture, self._quarantine, self._events, self._console = mixture, quarantine, events, console
+        self._mixture, self._quarantine, self._events = mixture, quarantine, events
 
     def on_rejected(self, rejection: Rejection) -> None:
         """A step was not applied, says one of the ranks."""
@@ -26,9 +25,6 @@ class GuardTeller:
             self._quarantine.write("rejected", **told, rank=rejection.rank, micro_batch=place, **sums, rows=rows)
         if rejection.rank == 0:
             self._events.write("rejected", **told)
-            self._console.line(
-                f"  step {rejection.step} was not applied: {rejection.why}; its rows are in {self._quarantine.path}"
-            )
 
     def watched(self, on_step: Callable[[StepReport], None], devices: tuple[str, ...]) -> Callable[[StepReport], None]:
         """Return `on_step` with a look at the memory of this process and these devices now and then."""
@@ -43,8 +39,6 @@ class GuardTeller:
     def on_growth(self, growth: Growth) -> None:
         """Memory grows."""
         self._events.write("memory_growth", where=growth.where, mib=growth.mib, mib_per_min=growth.mib_per_min)
-        rate, now = f"{growth.mib_per_min:,.1f} MiB a minute", f"{growth.mib:,.0f} MiB"
-        self._console.line(f"  memory of {growth.where} grows by {rate} and is {now} now")
 
     def _row(self, row: int) -> dict[str, object]:
         dataset, place = self._mixture.find(row)

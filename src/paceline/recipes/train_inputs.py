@@ -43,8 +43,8 @@ class Inputs:
             yield from mixture.bad_rows()
 
 
-def open_inputs(settings: RunSettings, console: Console) -> Inputs:
-    """Open target and data and refuse what does not fit.
+def open_inputs(settings: RunSettings, console: Console, took: Callable[[str], None]) -> Inputs:
+    """Open target and data and refuse what does not fit. `took` is told what was done.
 
     Raises:
         UserError: the first rule that is broken.
@@ -55,11 +55,13 @@ def open_inputs(settings: RunSettings, console: Console) -> Inputs:
     mixture = open_mixture(data, vocab_size=vocab_size)
     held_out = open_held_out(settings.evaluate, data, train, block_size, first_row=len(mixture), vocab_size=vocab_size)
     check_inputs(settings, facts, mixture, console, held_out.dataset if held_out else None)
+    took("dataset opened")
     buckets = first_table(mixture, data, seed=train.seed)
     total_steps = loader.count_steps(mixture, data, train)
     largest = loader.largest_micro_batch(mixture, data, train, block_size)
     if held_out:
         largest = max(largest, held_out.largest(), key=lambda batch: batch.input_ids.numel())
+    took("planned")
     return Inputs(facts, mixture, held_out, buckets, total_steps, largest)
 
 

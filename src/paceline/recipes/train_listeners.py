@@ -12,14 +12,20 @@ def listeners(
     settings: RunSettings, teller: Teller, guard: GuardTeller, stop: StopRequest, console: Console
 ) -> Listeners:
     """Return them: the run's events go to `teller` and `guard`, and `stop` learns when there is a step to finish."""
+
+    def on_ready() -> None:
+        stop.begin()
+        teller.on_ready()
+
     return Listeners(
         on_state=teller.on_state,
-        on_ready=stop.begin,
+        on_ready=on_ready,
         on_step=guard.watched(teller.on_step, settings.pipeline.drafters + settings.pipeline.targets),
         on_held_out=teller.on_held_out,
         on_rejected=guard.on_rejected,
         on_rolled_back=teller.on_rolled_back,
         on_recompile=teller.on_recompile,
         on_replica=teller.on_replica,
+        on_sample=teller.on_sample,
         warn=console.line,
     )

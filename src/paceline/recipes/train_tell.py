@@ -1,6 +1,7 @@
-"""What `paceline train` tells while it works: events, console lines, and the sums of its summary."""
+"""What `paceline train` tells while it works: events, of which the console is made, and the sums of its summary."""
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -9,26 +10,11 @@ from paceline.checkpoint.best import Best
 from paceline.checkpoint.store import Saved, resume_command
 from paceline.config import RunSettings
 from paceline.data.set_aside import BadRow
-from paceline.observe.console import Console, Tick
 from paceline.observe.events import EventLog
 from paceline.observe.quarantine import Quarantine
 from paceline.pipeline.supervisor import RoleState
+from paceline.recipes.train_stages import Stages
 from paceline.records import StepReport
-
-_SAVING = {
-    "checkpoint": "saved after step {steps:,} ({mib:,.1f} MiB in {write_s:.1f} s; the step waited {copy_s:.2f} s)",
-    "checkpoint_failed": "saving after step {steps:,} failed, the last checkpoint is as it was: {message}",
-    "checkpoint_skipped": "not saved after step {steps:,}: the save before it is still under way",
-    "disk_full": "{message} The run waits until there is.",
-}
-_REPLICA = {
-    "restarted": "{message}; it is restarted, restarts left: {restarts_left}",
-    "left_out": "{message}; it stays out",
-    "replica_hung": "{message}; it is left alone, and all stacks are in {stacks}",
-    "batch_split": "{role} on {device} ran out of memory at micro-batch {seq} ({tokens:,} tokens), which it computes "
-    "again in {parts} part(s)",
-}
-_BAD_ROWS_SHOWN = 20  # on the console
 
 
 @dataclass(slots=True)
@@ -59,6 +45,26 @@ class Totals:
             self.rejected_steps += 1
 
 
+@dataclass(slots=True)
+class Since:
+    """Sums over the steps since the last `step` event."""
+
+    steps: int = 0
+    s: float = 0.0
+    tokens: int = 0
+    padded_tokens: int = 0
+    blocks: int = 0
+    flops: float = 0.0
+
+    def add(self, report: StepReport, flops: float) -> None:
+        """Add a step."""
+        self.steps += 1
+        self.tokens += report.tokens
+        self.padded_tokens += report.padded_tokens
+        self.blocks += report.blocks
+        self.flops += flops
+
+
 class Teller:
     """Passes on what happens in a run. `totals` are those of the parts before this one, if it goes on."""
 
@@ -68,37 +74,47 @@ class Teller:
         total_steps: int,
         totals: Totals,
         *,
+        flops: Callable[[StepReport], float],
         events: EventLog,
         quarantine: Quarantine,
-        console: Console,
-        tick: Tick,
+        stages: Stages,
         best: Best,
     ) -> None:
-        self.totals, self._best = totals, best
+        """`flops` returns the operations of a step's useful work."""
+        self.totals, self._best, self._flops = totals, best, flops
         self._saved = totals.steps or None  # steps of the last checkpoint
         self._settings, self._total_steps = settings, total_steps
-        self._events, self._quarantine, self._console, self._tick = events, quarantine, console, tick
-        self._bad_rows = 0  # in this part
-        self._began = time.monotonic()
-        if totals.steps:
-            tick(totals.steps)
+        self._events, self._quarantine, self._stages = events, quarantine, stages
+        self._began = self._last = time.monotonic()  # of this part; of its last `step` event
+        self._since = Since()
 
     def on_state(self, report: RoleState) -> None:
         """A role's state changed."""
         role, state, s = report.role, report.state, report.seconds
         self._events.write("role", role=role.name, device=role.device, state=state, s=s)
-        if state in ("loading", "compiling", "ready"):
-            self._console.line(f"  {role.name} on {role.device}: {state} ({s:.1f} s)")
+        self._stages.on_state(role.name, state)
+
+    def on_ready(self) -> None:
+        """All roles are ready."""
+        self._stages.ready()
+        self._last = time.monotonic()
 
     def on_step(self, report: StepReport) -> None:
         """An optimizer step is done."""
         self.totals.add(report)
-        self._tick(report.step + 1, note=f"loss {report.loss:.3f} accept {report.acceptance:.2f} lr {report.lr:.1e}")
+        self._since.add(report, self._flops(report))
         last = report.step + 1 == self._total_steps
         if report.step % self._settings.train.log_every == 0 or last:
+            now = time.monotonic()
+            since, self._since = self._since, Since()
+            since.s, self._last = round(now - self._last, 6), now
             values = {name: getattr(report, name) for name in report.__slots__}
             more = {"loss": report.loss, "acceptance": report.acceptance, "total_steps": self._total_steps}
-            self._events.write("step", **values, **more)
+            self._events.write("step", **values, **more, since=asdict(since))
+
+    def on_sample(self, **values: Any) -> None:
+        """Some seconds have passed."""
+        self._events.write("sample", **values)
 
     def on_held_out(self, report: StepReport) -> None:
         """A held-out loss is known."""
@@ -108,19 +124,12 @@ class Teller:
         counts = {name: getattr(report, name) for name in ("loss_sum", "weight_sum", "accepted_K", "available_K")}
         more = {"blocks": report.blocks, "tokens": report.tokens, "best": best}
         self._events.write("held_out", steps=steps, loss=loss, acceptance=accept, **counts, **more)
-        best_text = ", the best so far" if best else ""
-        self._console.line(f"  held out after step {steps:,}: loss {loss:.4f} accept {accept:.2f}{best_text}")
 
     def on_bad_row(self, bad: BadRow) -> None:
         """A row of a dataset was set aside."""
         place = {"dataset": str(bad.dataset), "fingerprint": bad.fingerprint, "row": bad.row}
         for file in (self._quarantine, self._events):
             file.write("quarantined", reason=bad.reason, **place, detail=bad.detail)
-        self._bad_rows += 1
-        if self._bad_rows <= _BAD_ROWS_SHOWN:
-            self._console.line(f"  row {bad.row:,} of {bad.dataset} is set aside: it {bad.detail}")
-        elif self._bad_rows == _BAD_ROWS_SHOWN + 1:
-            self._console.line(f"  more rows are set aside; quarantine.jsonl in {self._settings.run_dir} lists them")
 
     def on_whole(self, shards: int) -> None:
         """Every shard of the data was compared with its checksum."""
@@ -129,35 +138,25 @@ class Teller:
     def on_recompile(self, guard: str) -> None:
         """A step did not fit what was compiled."""
         self._events.write("recompile", guard=guard)
-        self._console.line(f"  a step did not fit what was compiled and ran without: {guard[:200]}")
 
     def on_save(self, event: str, **values: Any) -> None:
         """A checkpoint was written, or not."""
         if event == "checkpoint":
             self._saved = values["steps"]
         self._events.write(event, **values)
-        self._console.line(f"  {_SAVING[event].format(mib=values.get('bytes', 0) / 2**20, **values)}")
 
     def on_rolled_back(self, steps: int, to: Saved) -> None:
         """Too many steps were rejected, and the run went back to a checkpoint."""
         self._saved = to.steps
         self._events.write("rolled_back", steps=steps, to=to.steps, checkpoint=str(to.folder))
-        self._console.line(
-            f"  too many steps were rejected: after step {steps:,} the drafter is that of step {to.steps:,} again; the "
-            f"data goes on from where it is"
-        )
 
     def on_replica(self, event: str, **values: Any) -> None:
         """A replica failed or hangs, or split a micro-batch."""
         self._events.write(event, **values)
-        then = "restarted" if values.get("restarted") else "left_out"
-        said = {**values, "message": values.get("message", "").rstrip(".")}
-        self._console.line(f"  {_REPLICA.get(event) or _REPLICA[then]}".format(**said))
 
     def on_asked(self, why: str) -> None:
         """The run was asked to stop."""
         self._events.write("stopping", message=why)
-        self._console.line(f"  {why}: stopping, this step is finished and saved; SIGTERM or Ctrl-C again stops at once")
 
     def on_late(self, text: str) -> None:
         """Stopping took too long."""

@@ -33,7 +33,7 @@ class Gate:
         me = threading.current_thread()
         with self._changed:
             if self._alone is not me and me not in self._working and not self._open():
-                with pulse.waiting("its turn, while another role loads or compiles alone"):
+                with pulse.waiting("its turn, while another role loads or compiles alone", "its turn"):
                     self._changed.wait_for(self._open)
             self._working[me] = self._working.get(me, 0) + 1
         try:
@@ -63,7 +63,7 @@ class Gate:
                 nested = False
                 self._waiting += 1
                 try:
-                    with pulse.waiting("the other roles' work to end, to be alone"):
+                    with pulse.waiting("the other roles' work to end, to be alone", "its turn"):
                         self._changed.wait_for(lambda: self._alone is None and not self._working)
                     self._alone = me
                 finally:

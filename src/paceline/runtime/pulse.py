@@ -1,14 +1,18 @@
-"""What a thread does now: it starts, works, or waits and for what. Written by the thread, read by who watches over it.
+"""What a thread does now: it starts, works, or waits and for what; and how long it has waited for what so far.
 
-A change is one assignment of a new object, so there is no lock, and no clock is read: who watches sees that the moment
-is another one than at the last look and counts from there. What is not said to be a wait is work.
+Written by the thread, read by who watches over it. A change is one assignment of a new object that holds everything, so
+there is no lock and no reader sees half of a change. A wait reads the clock when it begins and when it ends; work reads
+none: who watches sees that the moment is another one than at the last look. What is not said to be a wait is work.
 """
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
+
+_clock = time.monotonic
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -17,17 +21,30 @@ class Moment:
 
     kind: Literal["starts", "works", "waits", "patient"]
     what: str = ""  # is waited for
+    sort: str = ""  # the same without what changes from one time to the next
+    since: float = 0.0  # by the monotonic clock: when the outermost wait began
+    waited: Mapping[str, float] = field(default_factory=dict)  # seconds before this wait, by sort
 
 
 class Pulse:
-    """The moment of one thread."""
+    """The moment of one thread. `began` is when it first worked."""
 
     def __init__(self) -> None:
         self.now = Moment("starts")
+        self.began: float | None = None
 
     def work(self) -> None:
         """From now on the thread works on something new."""
-        self.now = Moment("works")
+        self.began = _clock() if self.began is None else self.began
+        self.now = Moment("works", waited=self.now.waited)
+
+    def waited(self, until: float) -> dict[str, float]:
+        """Return for how many seconds the thread has waited for each thing so far, a wait under way included."""
+        moment = self.now
+        found = dict(moment.waited)
+        if moment.kind in ("waits", "patient"):
+            found[moment.sort] = found.get(moment.sort, 0.0) + max(0.0, until - moment.since)
+        return found
 
 
 _own = threading.local()
@@ -38,24 +55,36 @@ def adopt(pulse: Pulse) -> None:
     _own.pulse = pulse
 
 
-def waiting(what: str) -> AbstractContextManager[None]:
-    """Say that this thread waits for something that others have to do, until the block ends."""
-    return _during(Moment("waits", what))
+def waiting(what: str, sort: str | None = None) -> AbstractContextManager[None]:
+    """Say that this thread waits for something that others have to do, until the block ends.
+
+    `sort` names it where `what` says which one: waits for things of a sort are added up.
+    """
+    return _during("waits", what, sort or what)
 
 
 def patient(what: str) -> AbstractContextManager[None]:
     """Say that this thread waits for something that may take as long as it likes, as room on a disk."""
-    return _during(Moment("patient", what))
+    return _during("patient", what, what)
 
 
 @contextmanager
-def _during(moment: Moment) -> Iterator[None]:
+def _during(kind: Literal["waits", "patient"], what: str, sort: str) -> Iterator[None]:
     pulse: Pulse | None = getattr(_own, "pulse", None)
     if pulse is None or pulse.now.kind == "starts":  # whose limit is another, and counts on
         yield
         return
-    before, pulse.now = pulse.now, moment
-    try:
-        yield
-    finally:
-        pulse.now = Moment(before.kind, before.what)
+    before = pulse.now
+    if before.kind == "works":
+        pulse.now = moment = Moment(kind, what, sort, _clock(), before.waited)
+        try:
+            yield
+        finally:
+            seconds = moment.waited.get(sort, 0.0) + _clock() - moment.since
+            pulse.now = Moment("works", waited={**moment.waited, sort: seconds})
+    else:  # a wait within a wait is a part of the outer one
+        pulse.now = Moment(kind, what, before.sort, before.since, before.waited)
+        try:
+            yield
+        finally:
+            pulse.now = Moment(before.kind, before.what, before.sort, before.since, before.waited)

@@ -8,6 +8,8 @@ import hashlib
 import json
 import os
 import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -179,11 +181,21 @@ def load_tokenizer(model: str, revision: str | None = None) -> Any:
     return tokenizer
 
 
-def load_trunk(facts: TargetFacts, deepest_tap: int, *, dtype: torch.dtype, device: str) -> Any:
-    """Return the frozen decoder up to and including its deepest tapped layer; no head, no final norm."""
+def load_trunk(
+    facts: TargetFacts,
+    deepest_tap: int,
+    *,
+    dtype: torch.dtype,
+    device: str,
+    on_loaded: Callable[[float], None] = lambda share: None,
+) -> Any:
+    """Return the frozen decoder up to and including its deepest tapped layer; no head, no final norm.
+
+    `on_loaded` learns which share of the tensors is there, more often than anybody wants to know.
+    """
     from transformers import AutoModel
 
-    trunk = _load(AutoModel, facts, dtype, device)
+    trunk = _load(AutoModel, facts, dtype, device, on_loaded)
     del trunk.layers[deepest_tap + 1 :]
     trunk.norm = nn.Identity()  # the last output is a raw layer output, as the taps are
     return trunk
@@ -196,9 +208,15 @@ def load_causal(facts: TargetFacts, *, dtype: torch.dtype, device: str) -> Any:
     return _load(AutoModelForCausalLM, facts, dtype, device)
 
 
-def _load(kind: Any, facts: TargetFacts, dtype: torch.dtype, device: str) -> Any:
+def _load(
+    kind: Any,
+    facts: TargetFacts,
+    dtype: torch.dtype,
+    device: str,
+    on_loaded: Callable[[float], None] = lambda share: None,
+) -> Any:
     _quiet()
-    with _BUILDING:
+    with _BUILDING, _bars_told_to(on_loaded):
         model = kind.from_pretrained(
             facts.folder, dtype=dtype, attn_implementation="sdpa", use_safetensors=True, **_FROM
         )
@@ -215,6 +233,28 @@ def _quiet() -> None:
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
+
+
+@contextmanager
+def _bars_told_to(on_loaded: Callable[[float], None]) -> Iterator[None]:
+    """Let a function learn what transformers would show as a bar; under _BUILDING: all threads share the hook."""
+    from transformers.utils import logging
+
+    def told(factory: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+        bar = factory(*args, **given)
+        return _counted(bar, len(args[0]), on_loaded) if given.get("desc") == "Loading weights" else bar
+
+    before = logging.set_tqdm_hook(told)
+    try:
+        yield
+    finally:
+        logging.set_tqdm_hook(before)
+
+
+def _counted(items: Iterable[Any], total: int, on_loaded: Callable[[float], None]) -> Iterator[Any]:
+    for done, item in enumerate(items):
+        on_loaded(done / total)
+        yield item
 
 
 def load_ends(facts: TargetFacts) -> FrozenEnds:

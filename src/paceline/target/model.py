@@ -6,7 +6,7 @@ A tap is the output of a decoder layer, before the next layer and before the fin
 Shapes: R rows, S padded length, T real tokens (training) or tokens of a row (decoding), D = m * H, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -60,10 +60,19 @@ class Taps:
 class FeatureTarget:
     """The target up to its deepest tap; it never computes logits."""
 
-    def __init__(self, facts: TargetFacts, taps: Sequence[int], *, dtype: torch.dtype, device: str) -> None:
+    def __init__(
+        self,
+        facts: TargetFacts,
+        taps: Sequence[int],
+        *,
+        dtype: torch.dtype,
+        device: str,
+        on_loaded: Callable[[float], None] = lambda share: None,
+    ) -> None:
+        """Load it; see load_trunk."""
         check_taps(taps, facts)
         self.device = torch.device(device)
-        self._trunk = load_trunk(facts, max(taps), dtype=dtype, device=device)
+        self._trunk = load_trunk(facts, max(taps), dtype=dtype, device=device, on_loaded=on_loaded)
         self._taps = Taps(self._trunk.layers, taps)
 
     @torch.inference_mode()

@@ -2,6 +2,7 @@
 
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -36,19 +37,22 @@ class TargetReplica:
         deliver: Callable[[FeatureBatch], bool],
         gate: Gate,
         on_split: Callable[["TargetReplica", TokenBatch, int], None],
+        on_loaded: Callable[["TargetReplica", float], None] = lambda replica, share: None,
     ) -> None:
         """`deliver` returns whether the features were still wanted; `on_split` is told of a micro-batch that is
-        computed again for lack of memory, and in how many parts.
+        computed again for lack of memory, and in how many parts; `on_loaded` which share of the weights is there.
         """
         self.name, self.device, self.doing = f"target replica {index}", device, ""
         self._facts, self._taps, self._dtype, self._wire = facts, taps, dtype, wire
         self._largest, self._source, self._cache = largest, source, cache
-        self._deliver, self._gate, self._on_split = deliver, gate, on_split
+        self._deliver, self._gate, self._on_split, self._on_loaded = deliver, gate, on_split, on_loaded
 
     def load(self) -> None:
         """Load the weights."""
         self._revision = fingerprint(self._facts.folder)  # of what is loaded now, not of what was looked at before
-        self._target = FeatureTarget(self._facts, self._taps, dtype=self._dtype, device=self.device)
+        self._target = FeatureTarget(
+            self._facts, self._taps, dtype=self._dtype, device=self.device, on_loaded=partial(self._on_loaded, self)
+        )
 
     def unload(self) -> None:
         """Let go of the weights; the replica is of no use any more."""

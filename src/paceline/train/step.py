@@ -123,8 +123,8 @@ class DrafterStep:
         self.limits_2 = torch.full((2,), math.inf, dtype=torch.float64, device=self.device)
         # 0: update leaves weights, moments and step count as they are.
         self.apply = torch.ones((), dtype=torch.float32, device=self.device)
-        # Blocks, anchor slots, tokens and padded tokens; a tensor, to be summed over ranks like the rest.
-        self.counts_4 = torch.zeros(4, dtype=torch.float64, device=self.device)
+        # Blocks, anchor slots, tokens, padded and visible tokens; a tensor, to be summed over ranks like the rest.
+        self.counts_5 = torch.zeros(5, dtype=torch.float64, device=self.device)
         self.optimizer = Optimizer(drafter, settings)
         self.gradients = _flat_gradients(drafter)
         self._sparse = policy != "eager" and self.device.type == "cuda" and fits_tiles(C, A, B)
@@ -160,8 +160,9 @@ class DrafterStep:
         ):
             buffer[:K].copy_(values, non_blocking=values.is_pinned())  # which is not given out again before its copy
             buffer[K:].zero_()
-        counts = (K, len(to.anchor_A), tokens.num_tokens, tokens.input_ids.numel())
-        self.counts_4 += torch.tensor(counts, dtype=torch.float64).to(self.device, non_blocking=True)
+        visible = int((blockset.anchor_K - blockset.start_K).sum())
+        counts = (K, len(to.anchor_A), tokens.num_tokens, tokens.input_ids.numel(), visible)
+        self.counts_5 += torch.tensor(counts, dtype=torch.float64).to(self.device, non_blocking=True)
 
     def micro(self) -> None:
         """Run forward, loss and backward on the loaded micro-batch and add to gradients and sums."""
@@ -204,18 +205,18 @@ class DrafterStep:
         self.gradients.zero_()
         self.sums.zero_()
         self.prefixes.zero_()
-        self.counts_4.zero_()
+        self.counts_5.zero_()
 
     def shared(self) -> list[Tensor]:
         """Return what ranks sum before an update."""
-        return [self.gradients, self.sums, self.prefixes, self.counts_4]
+        return [self.gradients, self.sums, self.prefixes, self.counts_5]
 
     def report(self, closing: TokenBatch, lr: float) -> StepReport:
         """Return the sums of the step that a micro-batch closes (waits for the device)."""
         skip = self.optimizer.skip.double()
-        everything = (self.sums, self.norm[None], skip[None], self.counts_4, self.prefixes.flatten().double())
+        everything = (self.sums, self.norm[None], skip[None], self.counts_5, self.prefixes.flatten().double())
         loss_sum, weight_sum, norm, skipped, *counts = torch.cat(everything).tolist()
-        blocks_, anchor_slots, tokens, padded_tokens, *prefixes = map(int, counts)
+        blocks_, anchor_slots, tokens, padded_tokens, visible, *prefixes = map(int, counts)
         slots = self.prefixes.shape[1]
         return StepReport(
             step=closing.step,
@@ -228,6 +229,7 @@ class DrafterStep:
             anchor_slots=anchor_slots,
             tokens=tokens,
             padded_tokens=padded_tokens,
+            visible=visible,
             lr=lr,
             grad_norm=norm,
             applied=not skipped,
