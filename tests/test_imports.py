@@ -44,6 +44,13 @@ def test_planning(write_dataset: Callable[..., Path]) -> None:
     assert heavy_modules(running("plan", folder)) == "[]"
 
 
+def test_watching(tmp_path: Path) -> None:
+    """Here and elsewhere."""
+    (tmp_path / "events.jsonl").touch()
+    for more in ([], ["--via", "env"]):
+        assert heavy_modules(running("watch", tmp_path, "--once", *more, status=1)) == "[]"
+
+
 def test_refusing_settings(tmp_path: Path) -> None:
     said = heavy_modules(running("train", tmp_path / "nowhere.yaml", status=2))
     assert said.splitlines() == [

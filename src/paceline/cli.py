@@ -26,6 +26,7 @@ from paceline.cli_options import (
     finish,
     read_template_arg,
 )
+from paceline.cli_watch import watch
 from paceline.config import RunSettings
 from paceline.config_file import load_settings
 from paceline.observe.console import Console
@@ -209,6 +210,7 @@ def train(
     finish(console, json, summary, f"Trained {summary['train_steps']:,} steps; the drafter is in {summary['drafter']}.")
 
 
+app.command()(watch)
 app.command()(evaluate)
 
 

@@ -69,14 +69,15 @@ def read_template_arg(text: str) -> tuple[str, Any]:
 def finish(console: Console, json: bool, result: object, text: str) -> None:
     """Print a verb's result: as JSON, where numbers that are not finite are null, or in words."""
     if json:
-        console.result(jsonlib.dumps(_plain(result), indent=2))
+        console.result(jsonlib.dumps(plain(result), indent=2))
     elif text:
         console.line(text)
 
 
-def _plain(value: object) -> object:
+def plain(value: object) -> object:
+    """Return a value with null for numbers that are not finite, which JSON has none of."""
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -11,6 +11,7 @@ import shutil
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -144,6 +145,40 @@ def claimed(run: Path, *, tell: Callable[[str], None] = lambda text: None) -> It
             yield
         finally:
             _name(lock, "")
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Who owns a run folder."""
+
+    held: bool | None  # None: that cannot be told from here
+    process: str = ""  # whose name is in the lock
+    host: str = ""
+
+
+def claim(run: Path) -> Claim:
+    """Return whether a process holds a run folder, and which.
+
+    The lock is taken for a moment only where it names a process that is gone.
+    """
+    try:
+        handle = os.open(run / ".lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return Claim(False)
+    except OSError:
+        return Claim(None)
+    with open(handle, errors="replace") as lock:
+        try:
+            process, _, host = lock.read(200).partition(" ")
+            if not host:
+                return Claim(False)
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return Claim(True, process, host)
+        except OSError:
+            return Claim(None)
+    # Another machine's locks may not reach this one.
+    return Claim(False if host == socket.gethostname() else None, process, host)
 
 
 def _take_over(run: Path, lock: IO[str], tell: Callable[[str], None]) -> None:

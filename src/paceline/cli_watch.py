@@ -1,0 +1,55 @@
+"""The verb `watch` on the command line."""
+
+import json as jsonlib
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from paceline.cli_options import AsJson, finish, plain
+from paceline.observe.console import Console
+
+
+def watch(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Folder of a run, or ssh://\\[user@]host[:port]/path.")],
+    once: Annotated[bool, typer.Option("--once", help="Look once instead of following the run.")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, max=3600.0, help="Seconds between two looks.")] = 2.0,
+    via: Annotated[
+        str | None,
+        typer.Option(help="Command that runs another one where the folder is, such as 'docker exec NAME'."),
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Look at a run from outside: where it stands, what each role does, and whether it is still alive.
+
+    Exit status: 0 finished, 3 under way, 1 failed or killed, 75 stopped and can go on, 2 bad input.
+    """
+    from paceline.observe.place import find_place
+    from paceline.observe.showing import Json, Once, Panel, PlainLines, Show
+    from paceline.recipes.watch import watch as recipe
+
+    console = Console(json=json)
+    terminal = console.rich.is_terminal and not json
+
+    def write(state: dict[str, Any]) -> None:
+        if once:
+            finish(console, True, state, "")
+        else:
+            console.result(jsonlib.dumps(plain(state)))
+
+    show: Show
+    if json:
+        show = Json(write, console, once=once)
+    elif once:
+        show = Once(console)
+    else:
+        show = Panel(console) if terminal else PlainLines(console)
+    status = recipe(
+        find_place(run, via),
+        show,
+        interval_s=interval,
+        once=once,
+        ask=terminal and not once and sys.stdin.isatty(),
+        for_people=not json,
+    )
+    raise typer.Exit(status)

@@ -1,0 +1,63 @@
+"""`paceline watch`: looks at a run from outside its process, here or elsewhere, while it works or afterwards."""
+
+import tempfile
+import time
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+from paceline.checkpoint.folder import claim
+from paceline.observe.place import Place
+from paceline.observe.remote import RemoteRun
+from paceline.observe.showing import Show
+from paceline.observe.watched import Look, Watched
+
+
+def watch(place: Place, show: Show, *, interval_s: float, once: bool, ask: bool, for_people: bool) -> int:
+    """Show a run until it ends or Ctrl-C; return the exit status that tells its outcome.
+
+    `ask`: ssh may ask at the terminal. `for_people`: texts are shown by a terminal.
+    """
+    with opened(place, interval_s=interval_s, once=once, ask=ask, for_people=for_people) as (watched, looks):
+        seen = False
+        try:
+            for look in looks:
+                fresh = watched.see(look)
+                seen = seen or not look.trouble
+                show.look(watched, look, fresh)
+                if watched.ended:
+                    break
+        except KeyboardInterrupt:
+            if not seen:
+                raise
+        finally:
+            show.close()
+        show.end(watched)
+    return watched.status
+
+
+@contextmanager
+def opened(
+    place: Place, *, interval_s: float, once: bool, ask: bool, for_people: bool
+) -> Iterator[tuple[Watched, Iterator[Look]]]:
+    """Open a run to look at: its state, which takes the looks, and the looks, one every interval."""
+    if place.local:
+        watched = Watched(Path(place.path), place.text, for_people=for_people)
+        with closing(_local_looks(Path(place.path), interval_s, once)) as looks:
+            yield watched, looks
+        return
+    with tempfile.TemporaryDirectory(prefix="paceline-watch-") as copy:
+        run = RemoteRun(place, Path(copy), interval_s=interval_s, ask=ask)
+        watched = Watched(Path(copy), place.text, for_people=for_people)
+        with closing(run.looks(once=once)) as looks:
+            yield watched, looks
+
+
+def _local_looks(run: Path, interval_s: float, once: bool) -> Generator[Look]:
+    while True:
+        owner = claim(run)  # before the events are read: if nobody owns it, they are all there
+        name = f"process {owner.process} on {owner.host}" if owner.host else ""
+        yield Look(owner.held, time.time(), name)
+        if once:
+            return
+        time.sleep(interval_s)

@@ -1,0 +1,195 @@
+"""`paceline watch` as a person or a script types it: what it prints, and the exit status that tells the run's state."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from told_run import Event, begin, sample_event, step_event, told
+
+from paceline.checkpoint.folder import claimed
+from paceline.cli_options import plain
+from paceline.observe.reading import read_events
+from paceline.observe.state import RunState
+from paceline.recipes import watch as recipe
+
+Ran = tuple[int, str, str]
+
+
+@pytest.fixture
+def watch(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ran]:
+    def run(*arguments: object) -> Ran:
+        from paceline import cli
+
+        monkeypatch.setattr(sys, "argv", ["paceline", "watch", *map(str, arguments)])
+        monkeypatch.setenv("COLUMNS", "80")
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        said = capsys.readouterr()
+        return int(end.value.code or 0), said.out, said.err
+
+    return run
+
+
+def write(run: Path, *events: Event) -> None:
+    run.mkdir(exist_ok=True)
+    with (run / "events.jsonl").open("a") as file:
+        file.writelines(json.dumps(event) + "\n" for event in events)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = tmp_path / "run"
+    write(folder, *begin(), step_event(4, 1010.0), sample_event(1011.0, {"data": 0.1}, {"features": 0.4}))
+    return folder
+
+
+FINISHED = told("trained", 1020.0, run="r", drafter="r/drafter", train_steps=5, loss="nan", train_s=20.0)
+
+
+@pytest.mark.parametrize("via", [[], ["--via", "env X=1"]])
+def test_once_in_words(run: Path, watch: Callable[..., Ran], via: list[str]) -> None:
+    write(run, FINISHED)
+    status, out, err = watch(run, "--once", *via)
+    assert (status, err) == (0, "")
+    assert "finished" in out.splitlines()[0]
+    assert "step 5/100" in out
+    assert max(map(len, out.splitlines())) <= 80
+    assert "\x1b" not in out
+
+
+@pytest.mark.parametrize("via", [[], ["--via", "env X=1"]])
+def test_once_as_json(run: Path, watch: Callable[..., Ran], via: list[str]) -> None:
+    write(run, step_event(5, 1012.0, loss="nan", grad_norm="inf"))
+    with claimed(run):
+        status, out, err = watch(run, "--once", "--json", *via)
+    assert (status, err) == (3, "")
+    said, state = json.loads(out, parse_constant=pytest.fail), RunState()
+    for event in read_events(run):
+        state.apply(event)
+    assert {key: value for key, value in said.items() if key not in ("held", "now")} == json.loads(
+        json.dumps(plain(state.as_dict()))
+    )
+    assert (said["held"], said["outcome"], said["step"], said["loss"]) == (True, "running", 6, None)
+
+
+@pytest.mark.parametrize(
+    ("last", "status"),
+    [
+        (told("failed", 1020.0, message="It broke."), 1),
+        (told("interrupted", 1020.0, message="SIGTERM."), 75),
+        (None, 1),
+    ],
+)
+def test_other_ends(run: Path, watch: Callable[..., Ran], last: Event | None, status: int) -> None:
+    write(run, *([last] if last else []))
+    assert watch(run, "--once")[0] == status
+    assert watch(run)[0] == status
+    assert watch(run, "--json")[0] == status
+
+
+def looking(monkeypatch: pytest.MonkeyPatch, *between: Callable[[], Any]) -> None:
+    """Let something happen between two looks."""
+    steps = iter(between)
+    monkeypatch.setattr(recipe.time, "sleep", lambda _: next(steps)())
+
+
+def test_lines_where_there_is_no_terminal(
+    run: Path, watch: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(run, *(told("checkpoint", 1011.0, steps=step, bytes=0, copy_s=0, write_s=0) for step in range(20)))
+    with claimed(run):
+        looking(monkeypatch, lambda: write(run, step_event(5, 1030.0)), lambda: None, lambda: write(run, FINISHED))
+        status, out, err = watch(run)
+    assert (status, err) == (0, "")
+    lines = out.splitlines()
+    assert [line.split()[0] for line in lines] == ["saved"] * 10 + ["step", "trained"]
+    assert lines[9].startswith("saved after step 19 ")
+    assert lines[10].startswith("step 6/100 ")
+
+
+def test_json_line_by_line(run: Path, watch: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> None:
+    with claimed(run):
+        looking(monkeypatch, lambda: write(run, step_event(5, 1012.0)), lambda: None, lambda: write(run, FINISHED))
+        status, out, err = watch(run, "--json")
+    assert (status, err) == (0, "")
+    told = [json.loads(line) for line in out.splitlines()]
+    assert [(state["outcome"], state["step"]) for state in told] == [("running", 5), ("running", 6), ("finished", 5)]
+
+
+def test_it_is_seen_that_a_run_was_killed(
+    run: Path, watch: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holding = claimed(run)
+    holding.__enter__()
+    looking(monkeypatch, lambda: None, lambda: holding.__exit__(None, None, None))
+    status, out, _ = watch(run, "--json")
+    first, last = map(json.loads, out.splitlines())
+    assert (first["outcome"], first["held"]) == ("running", True)
+    assert (last["outcome"], last["held"], status) == ("failed", False, 1)
+    assert last["message"].startswith("Nobody trains into this folder any more, and no event tells the end")
+
+
+@pytest.mark.parametrize("how", [[], ["--json"]])
+def test_ctrl_c_leaves_with_the_state(
+    run: Path, watch: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch, how: list[str]
+) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with claimed(run):
+        looking(monkeypatch, lambda: None, interrupt)
+        status, out, err = watch(run, *how)
+    assert (status, err) == (3, "")
+    assert out
+
+
+def test_ctrl_c_ends_what_it_has_started(run: Path, tmp_path: Path) -> None:
+    """A terminal sends the signal to all of its processes."""
+    with claimed(run):
+        command = [sys.executable, "-m", "paceline", "watch", str(run), "--json", "--via", "env X=1"]
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
+        assert process.stdout is not None
+        killer = threading.Timer(60, process.kill)
+        killer.start()
+        assert json.loads(process.stdout.readline())["outcome"] == "running"
+        os.killpg(process.pid, signal.SIGINT)
+        out, err = process.communicate()
+        killer.cancel()
+    assert (process.returncode, out, err) == (3, "", "")
+    assert not list(Path(os.environ.get("TMPDIR", "/tmp")).glob(f"paceline-watch-*/{process.pid}"))
+
+
+def test_bad_input(run: Path, tmp_path: Path, watch: Callable[..., Ran]) -> None:
+    (tmp_path / "empty").mkdir()
+    write(tmp_path / "newer", {"schema": 2, "t": 1.0, "event": "started"})
+    write(tmp_path / "strange", *begin(), told("step", 1010.0))
+    for arguments, sentence in (
+        ([tmp_path / "nowhere"], f"A run is a folder, but {tmp_path / 'nowhere'} is not there. Name the run_dir of a "),
+        ([run / "events.jsonl"], f"A run is a folder, but {run / 'events.jsonl'} is a file. Name the run_dir of a "),
+        ([tmp_path / "empty"], f"{tmp_path / 'empty'} is not a run's folder: it has neither events.jsonl nor "),
+        ([tmp_path / "newer"], f"{tmp_path / 'newer'}/events.jsonl has events of schema 2, but this version of "),
+        ([tmp_path / "strange"], f"Events of {tmp_path / 'strange'} are not as docs/events.md has them (step: 'step'"),
+        ([tmp_path / "newer", "--via", "env"], f"{tmp_path / 'newer'}/events.jsonl has events of schema 2, but this "),
+        ([tmp_path / "nowhere", "--via", "env"], f"There is no folder {tmp_path / 'nowhere'} behind `env`. Check the "),
+        ([run, "--via", "no-such-command here"], "There is no command no-such-command on this machine. Correct --via."),
+        ([run, "--via", "'"], '--via must be a command as a shell would read it, got "\'": No closing quotation.'),
+        (
+            ["ssh://host:99999/run"],
+            "A port is a number from 1 to 65535, got '99999' in ssh://host:99999/run: the form ",
+        ),
+    ):
+        for how in (["--once"], ["--once", "--json"], []):
+            status, out, err = watch(*arguments, *how)
+            assert (status, out) == (2, ""), arguments
+            assert err.startswith(f"error: {sentence}"), (arguments, err)
+            assert err.count("\n") == 1
