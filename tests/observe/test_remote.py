@@ -171,3 +171,4 @@ def test_silence_ends_a_look(run: Path, tmp_path: Path, monkeypatch: pytest.Monk
 def test_the_script_is_one_line_for_any_login_shell() -> None:
     assert "\n" not in SCRIPT
     assert "'" not in SCRIPT
+    assert "!" not in SCRIPT.replace("! -e", "").replace(" != ", "")  # which csh leaves alone

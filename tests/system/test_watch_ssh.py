@@ -1,5 +1,6 @@
 """`paceline watch` through a real sshd: what it reads, what it says when it cannot, and that no name runs anything."""
 
+import json
 import os
 import shlex
 import shutil
@@ -7,6 +8,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -359,6 +361,59 @@ def test_without_ssh(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert refused(f"ssh://127.0.0.1{run}", tmp_path) == (
         "There is no command ssh on this machine. Install it (Debian, Ubuntu: apt-get install openssh-client)."
     )
+
+
+def paceline(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "paceline", *map(str, arguments)]
+
+
+def test_the_command_says_the_same_here_and_there(sshd: Sshd, run: Path) -> None:
+    said = []
+    for place in (str(run), sshd.url(run)):
+        done = subprocess.run(paceline("watch", place, "--once", "--json"), capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stderr) == (0, "")
+        said.append(json.loads(done.stdout))
+    assert abs(said[0].pop("now") - said[1].pop("now")) < 60
+    assert said[0] == said[1]
+    assert (said[0]["outcome"], said[0]["step"]) == ("finished", 3)
+
+
+@pytest.fixture
+def locked_key(sshd: Sshd) -> Iterator[None]:
+    """The client's key needs a passphrase."""
+    change = ["ssh-keygen", "-q", "-p", "-f", str(sshd.folder / "user_key")]
+    subprocess.run([*change, "-P", "", "-N", "sesame"], check=True)
+    yield
+    subprocess.run([*change, "-P", "sesame", "-N", ""], check=True)
+
+
+def test_ssh_may_ask_where_somebody_sits(locked_key: None, sshd: Sshd, run: Path) -> None:
+    command = ["script", "-qec", shlex.join(paceline("watch", sshd.url(run))), "/dev/null"]  # on a terminal of its own
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        killer = threading.Timer(60, process.kill)
+        killer.start()
+        said = b""
+        while b"Enter passphrase" not in said:
+            chunk = os.read(process.stdout.fileno(), 1000)
+            assert chunk, said
+            said += chunk
+        process.stdin.write(b"sesame\n")
+        process.stdin.flush()
+        said = process.stdout.read()
+        assert process.wait() == 0, said
+        killer.cancel()
+    assert b"finished" in said
+
+
+@pytest.mark.parametrize("how", ["--once", "--json"])
+def test_ssh_asks_no_script(locked_key: None, sshd: Sshd, run: Path, how: str) -> None:
+    command = ["script", "-qec", shlex.join(paceline("watch", sshd.url(run), how)), "/dev/null"]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "passphrase" not in done.stdout
+    assert f"error: 127.0.0.1 does not let {sshd.user} in" in done.stdout
 
 
 def test_nothing_stays_behind_on_the_far_side(sshd: Sshd, run: Path, follow: Callable[..., Following]) -> None:

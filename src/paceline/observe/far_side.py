@@ -18,7 +18,8 @@ files as they are:
 A file stays open while it is read, so what is read of it is whole whatever its name becomes. Who holds the folder is
 asked before it is read: if nobody does, all that its process had to say is in what follows.
 
-The script becomes one line, which any login shell takes: no single quotes and no comments in it.
+The script becomes one line, which any login shell takes: in it are no comments, no single quotes, and no exclamation
+mark that csh would take for one of its history.
 """
 
 import re
@@ -57,7 +58,7 @@ ask() {
     [ -r .lock ] && [ -f .lock ] || return;
     read -r process host rest <.lock;
     [ "$host" ] || { process=; owner=free; return; };
-    case $process in *[!0-9]*) process=; host=; return;; esac;
+    [ "$process" -gt 0 ] 2>/dev/null || { process=; host=; return; };
     asked=2;
     if command -v flock >/dev/null 2>&1; then flock -n -s .lock true 2>/dev/null; asked=$?; fi;
     if [ $asked = 1 ]; then owner=held; return; fi;
