@@ -151,8 +151,16 @@ def test_ctrl_c_leaves_with_the_state(
     assert out
 
 
-def test_ctrl_c_ends_what_it_has_started(run: Path, tmp_path: Path) -> None:
-    """A terminal sends the signal to all of its processes."""
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGINT, 3), (signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGHUP, 128 + signal.SIGHUP)],
+)
+def test_a_signal_leaves_nothing_behind(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, status: int
+) -> None:
+    """A terminal sends Ctrl-C to all of its processes."""
+    (tmp_path / "copies").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "copies"))
     with claimed(run):
         command = [sys.executable, "-m", "paceline", "watch", str(run), "--json", "--via", "env X=1"]
         process = subprocess.Popen(
@@ -162,11 +170,15 @@ def test_ctrl_c_ends_what_it_has_started(run: Path, tmp_path: Path) -> None:
         killer = threading.Timer(60, process.kill)
         killer.start()
         assert json.loads(process.stdout.readline())["outcome"] == "running"
-        os.killpg(process.pid, signal.SIGINT)
+        assert list((tmp_path / "copies").iterdir())
+        if number == signal.SIGINT:
+            os.killpg(process.pid, number)
+        else:
+            process.send_signal(number)
         out, err = process.communicate()
         killer.cancel()
-    assert (process.returncode, out, err) == (3, "", "")
-    assert not list(Path(os.environ.get("TMPDIR", "/tmp")).glob(f"paceline-watch-*/{process.pid}"))
+    assert (process.returncode, out, err) == (status, "", "")
+    assert not list((tmp_path / "copies").iterdir())
 
 
 def test_bad_input(run: Path, tmp_path: Path, watch: Callable[..., Ran]) -> None:

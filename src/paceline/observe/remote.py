@@ -108,7 +108,9 @@ class RemoteRun:
     def _refused(self, rest: str) -> UserError:
         kind, _, what = rest.partition(" ")
         sentence = _TROUBLE.get(kind, "{path} {where} cannot be read: {what}.")
-        path = self._place.path.removeprefix("./") if not self._place.local else self._place.path
+        path = self._place.path.removeprefix("./")
+        if kind == "closed" and what:  # a file in it
+            path = f"{path}/{what}"
         return UserError(sentence.format(path=path, where=self._place.whereabouts, what=what))
 
 

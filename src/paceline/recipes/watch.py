@@ -1,10 +1,13 @@
 """`paceline watch`: looks at a run from outside its process, here or elsewhere, while it works or afterwards."""
 
+import signal
 import tempfile
 import time
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 from paceline.checkpoint.folder import claim
 from paceline.observe.place import Place
@@ -18,7 +21,8 @@ def watch(place: Place, show: Show, *, interval_s: float, once: bool, ask: bool,
 
     `ask`: ssh may ask at the terminal. `for_people`: texts are shown by a terminal.
     """
-    with opened(place, interval_s=interval_s, once=once, ask=ask, for_people=for_people) as (watched, looks):
+    how: dict[str, Any] = {"interval_s": interval_s, "once": once, "ask": ask, "for_people": for_people}
+    with _tidy_end(), opened(place, **how) as (watched, looks):
         seen = False
         try:
             for look in looks:
@@ -51,6 +55,21 @@ def opened(
         watched = Watched(Path(copy), place.text, for_people=for_people)
         with closing(run.looks(once=once)) as looks:
             yield watched, looks
+
+
+@contextmanager
+def _tidy_end() -> Iterator[None]:
+    """Let a closed terminal and SIGTERM end the command as an error does, so that nothing it has made stays behind."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGHUP, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _local_looks(run: Path, interval_s: float, once: bool) -> Generator[Look]:
