@@ -215,9 +215,10 @@ def test_a_run_begun_anew_in_its_folder(sshd: Sshd, tmp_path: Path, follow: Call
     following = follow(sshd.url(run))
     following.until(lambda _: following.steps == [0, 1, 2])
     aside = tmp_path / "aside"
-    write(aside, 1)
-    (aside / "events.jsonl").replace(run / "events.jsonl")
-    following.until(lambda _: following.steps == [0, 1, 2, 0])
+    write(aside, 5)
+    (aside / "events.jsonl").replace(run / "events.jsonl")  # with more in it than had been read
+    following.until(lambda _: len(following.steps) >= 8)
+    assert following.steps == [0, 1, 2, 0, 1, 2, 3, 4]
 
 
 NAMES = [

@@ -102,6 +102,7 @@ class RemoteRun:
                     return
                 elif word == "anew":
                     self._copy.begin()
+                    yield Look(None, time.time())  # whoever reads the copy finds it empty, and so begins anew too
                     return
             raise connection.lost()
 
