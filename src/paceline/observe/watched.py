@@ -14,7 +14,7 @@ from rich.console import RenderableType
 
 from paceline.observe.lines import Lines
 from paceline.observe.panel import panel
-from paceline.observe.reading import SCHEMA, EventTail
+from paceline.observe.reading import EventTail
 from paceline.observe.state import RunState
 from paceline.records import INTERRUPTED_STATUS, UserError
 
@@ -108,7 +108,7 @@ class Watched:
             f"Nobody trains into this folder any more{owner}, and no event tells the end: the run was killed, or its "
             "machine went down. Go on with `paceline train RUN --resume`."
         )
-        return {"schema": SCHEMA, "t": self.state.last_t or look.now, "event": "failed", "message": message}
+        return {"t": self.state.last_t or look.now, "event": "failed", "message": message}
 
     @contextmanager
     def _named(self) -> Iterator[None]:
