@@ -7,7 +7,7 @@
 PYTHON ?= python3
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
-SYSTEM_PACKAGES ?= mount openssh-client openssh-server tmux
+SYSTEM_PACKAGES ?= chromium mount openssh-client openssh-server tmux
 
 VENV := .venv
 INTEROP := .venv-interop
