@@ -49,6 +49,10 @@ def test_watching(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").touch()
     for more in ([], ["--via", "env"]):
         assert heavy_modules(running("watch", tmp_path, "--once", *more, status=1)) == "[]"
+    without_page = (
+        running("watch", tmp_path, "--once", status=1) + "assert not {'starlette', 'uvicorn'} & set(sys.modules)"
+    )
+    assert heavy_modules(without_page) == "[]", "who wants no page needs no extra"
 
 
 def test_refusing_settings(tmp_path: Path) -> None:

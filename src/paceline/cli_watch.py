@@ -8,6 +8,7 @@ import typer
 
 from paceline.cli_options import AsJson, finish, plain
 from paceline.observe.console import Console
+from paceline.records import UserError
 
 
 def watch(
@@ -17,6 +18,12 @@ def watch(
     via: Annotated[
         str | None,
         typer.Option(help="Command that runs another one where the folder is, such as 'docker exec NAME'."),
+    ] = None,
+    web: Annotated[
+        bool, typer.Option("--web", help="Serve a live page for this machine's browser, until Ctrl-C.")
+    ] = False,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Port of the page on 127.0.0.1. Default: a free one.")
     ] = None,
     json: AsJson = False,
 ) -> None:
@@ -28,6 +35,7 @@ def watch(
     from paceline.observe.showing import Json, Once, Panel, PlainLines, Show
     from paceline.recipes.watch import watch as recipe
 
+    _check_page(web, port, once=once, json=json)
     console = Console(json=json)
     terminal = console.rich.is_terminal and not json
 
@@ -38,7 +46,11 @@ def watch(
             console.result(jsonlib.dumps(plain(state)))
 
     show: Show
-    if json:
+    if web:
+        from paceline.observe.web import Page
+
+        show = Page(console.line, title=run, port=port or 0)
+    elif json:
         show = Json(write, console, once=once)
     elif once:
         show = Once(console)
@@ -51,5 +63,21 @@ def watch(
         once=once,
         ask=terminal and not once and sys.stdin.isatty(),
         for_people=not json,
+        stay=web,
     )
     raise typer.Exit(status)
+
+
+def _check_page(web: bool, port: int | None, *, once: bool, json: bool) -> None:
+    """Refuse options that would have nothing to do with a page, or without one.
+
+    Raises:
+        UserError: there are such.
+    """
+    for name, given in (("--once", once), ("--json", json)):
+        if web and given:
+            raise UserError(
+                f"--web serves a page for as long as somebody looks, got {name} too. Leave one of them out."
+            )
+    if port is not None and not web:
+        raise UserError(f"--port is that of the page which --web serves, got --port {port} without it. Add --web.")

@@ -16,10 +16,12 @@ from paceline.observe.showing import Show
 from paceline.observe.watched import Look, Watched
 
 
-def watch(place: Place, show: Show, *, interval_s: float, once: bool, ask: bool, for_people: bool) -> int:
+def watch(
+    place: Place, show: Show, *, interval_s: float, once: bool, ask: bool, for_people: bool, stay: bool = False
+) -> int:
     """Show a run until it ends or Ctrl-C; return the exit status that tells its outcome.
 
-    `ask`: ssh may ask at the terminal. `for_people`: texts are shown by a terminal.
+    `ask`: ssh may ask at the terminal. `for_people`: texts are shown by a terminal. `stay`: until Ctrl-C alone.
     """
     how: dict[str, Any] = {"interval_s": interval_s, "once": once, "ask": ask, "for_people": for_people}
     with _tidy_end(), opened(place, **how) as (watched, looks):
@@ -29,7 +31,7 @@ def watch(place: Place, show: Show, *, interval_s: float, once: bool, ask: bool,
                 fresh = watched.see(look)
                 seen = seen or not look.trouble
                 show.look(watched, look, fresh)
-                if watched.ended:
+                if watched.ended and not stay:
                     break
         except KeyboardInterrupt:
             if not seen:
