@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from made_runs import eventful, write_events
 
 LOADED = "print(sorted({'torch', 'transformers', 'pandas'} & set(sys.modules)), file=sys.stderr)"
 
@@ -53,6 +54,11 @@ def test_watching(tmp_path: Path) -> None:
         running("watch", tmp_path, "--once", status=1) + "assert not {'starlette', 'uvicorn'} & set(sys.modules)"
     )
     assert heavy_modules(without_page) == "[]", "who wants no page needs no extra"
+
+
+def test_reporting(tmp_path: Path) -> None:
+    run = write_events(tmp_path / "run", eventful(40))
+    assert heavy_modules(running("report", run)).splitlines()[-1] == "[]"
 
 
 def test_refusing_settings(tmp_path: Path) -> None:

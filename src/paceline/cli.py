@@ -26,6 +26,7 @@ from paceline.cli_options import (
     finish,
     read_template_arg,
 )
+from paceline.cli_report import report
 from paceline.cli_watch import watch
 from paceline.config import RunSettings
 from paceline.config_file import load_settings
@@ -248,6 +249,9 @@ def export(
     else:
         summary = recipe.export(run_dir, out, layout=format, **said)
     finish(Console(json=json), json, summary, exported_text(summary))
+
+
+app.command()(report)
 
 
 @app.command()

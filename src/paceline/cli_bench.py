@@ -146,3 +146,17 @@ def bench_decode(
     console = Console(json=json)
     result = measure(work, console)
     finish(console, json, result, "\n".join(f"  {key} {value}" for key, value in result.items()))
+
+
+@bench.command("report")
+def bench_report(
+    steps: Annotated[int, typer.Option(min=1, help="Steps of the made-up run, each of them logged.")] = 100_000,
+    opens: Annotated[int, typer.Option(min=1, help="How often a browser opens the page; the median counts.")] = 3,
+    json: AsJson = False,
+) -> None:
+    """The report of a long run: making the page, and opening it in Chromium where there is one."""
+    from paceline.bench.report import bench_report as measure
+
+    console = Console(json=json)
+    result = measure(steps=steps, opens=opens, console=console)
+    finish(console, json, result, "\n".join(f"  {key} {value}" for key, value in result.items()))
