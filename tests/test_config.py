@@ -250,6 +250,24 @@ def test_when_a_held_out_loss_is_due(run_yaml: Path, steps: int, due: bool) -> N
     assert not load_settings(run_yaml).evaluate.due(200, 200)
 
 
+@pytest.mark.parametrize(
+    ("steps", "held_out", "tau"),
+    [(1, False, False), (3, True, False), (4, True, True), (6, True, False), (7, True, True)],
+)
+def test_true_acceptance_is_compared_with_the_held_out_rows_of_the_same_state(
+    run_yaml: Path, steps: int, held_out: bool, tau: bool
+) -> None:
+    given = ["evaluate.held_out=others", "evaluate.every_steps=3", "evaluate.device=cpu", "evaluate.tau_every_steps=4"]
+    evaluate = load_settings(run_yaml, given).evaluate
+    assert (evaluate.due(steps, 7), evaluate.tau_due(steps, 7)) == (held_out, tau)
+    assert not load_settings(run_yaml, given[:2]).evaluate.tau_due(steps, 7)
+
+
+def test_what_the_best_is_chosen_by(run_yaml: Path) -> None:
+    for given, by in (([], None), (["held_out=others"], "loss"), (["held_out=others", "device=cpu"], "tau")):
+        assert load_settings(run_yaml, [f"evaluate.{one}" for one in given]).evaluate.best_by == by
+
+
 # --- refused
 
 
@@ -427,6 +445,11 @@ def test_when_a_held_out_loss_is_due(run_yaml: Path, steps: int, due: bool) -> N
             "(in RUN.yaml with override 'evaluate.held_out=dataset/.').",
         ),
         ("evaluate.held_out=''", "evaluate.held_out must not be empty, got '' (in override \"evaluate.held_out=''\")."),
+        (
+            "evaluate.device=cpu",
+            "evaluate.device needs prompts to decode: set prompts, or held_out whose rows have some "
+            "(in RUN.yaml with override 'evaluate.device=cpu').",
+        ),
         (
             "evaluate.every_steps=0",
             "evaluate.every_steps must be greater than or equal to 1, got 0 (in override 'evaluate.every_steps=0').",

@@ -199,17 +199,47 @@ class CheckpointSettings(Section):
 
 
 class EvaluateSettings(Section):
-    """The loss on held-out completions while the run trains; the checkpoint with the lowest stays."""
+    """How good the drafter is while the run trains: on held-out completions, and by decoding; the best state stays."""
 
     held_out: str | None = Field(
         None, min_length=1, description="dataset folder that `paceline prepare` wrote of others; null: no held-out loss"
     )
     every_steps: Count = Field(200, description="optimizer steps between two held-out losses; the last step has one")
     max_rows: Count = Field(256, description="rows of it that are looked at, the first ones")
+    device: str | None = Field(
+        None, min_length=1, description="where a whole target decodes with the drafter for its true acceptance; or null"
+    )
+    tau_every_steps: Count = Field(1000, description="steps between two true acceptances; the last step has one")
+    prompts: str | None = Field(
+        None, min_length=1, description="JSONL file or known set that is decoded; null: the prompts of held_out's rows"
+    )
+    max_prompts: Count = Field(64, description="prompts that are decoded: as `paceline evaluate --limit` takes them")
+    max_new_tokens: Count = Field(256, description="tokens an answer may have; greedy")
+    rows: Count = Field(16, description="prompts that are decoded at once")
+    disagreement: float = Field(
+        0.3, gt=0, lt=1, description="share by which true acceptance may fall short of training's before it is told"
+    )
+
+    @property
+    def best_by(self) -> Literal["tau", "loss"] | None:
+        """What decides which state is the best: true acceptance, held-out loss, or nothing."""
+        return "tau" if self.device is not None else "loss" if self.held_out is not None else None
 
     def due(self, steps: int, total_steps: int) -> bool:
-        """Return whether a held-out loss follows when `steps` are done."""
-        return self.held_out is not None and (steps % self.every_steps == 0 or steps == total_steps)
+        """Return whether a held-out loss follows when `steps` are done; true acceptance is compared with it."""
+        if self.held_out is None:
+            return False
+        return steps % self.every_steps == 0 or steps == total_steps or self.tau_due(steps, total_steps)
+
+    def tau_due(self, steps: int, total_steps: int) -> bool:
+        """Return whether the state after `steps` steps is to decode."""
+        return self.device is not None and (steps % self.tau_every_steps == 0 or steps == total_steps)
+
+    @model_validator(mode="after")
+    def _check(self) -> "EvaluateSettings":
+        if self.device is not None and self.prompts is None and self.held_out is None:
+            raise ValueError("device needs prompts to decode: set prompts, or held_out whose rows have some")
+        return self
 
 
 class GuardSettings(Section):
@@ -281,6 +311,12 @@ class RunSettings(Section):
     evaluate: EvaluateSettings = EvaluateSettings()
     guard: GuardSettings = GuardSettings()
     observe: ObserveSettings = ObserveSettings()
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The device of each role: targets, the evaluator where there is one, drafters."""
+        evaluator = () if self.evaluate.device is None else (self.evaluate.device,)
+        return (*self.pipeline.targets, *evaluator, *self.pipeline.drafters)
 
     @model_validator(mode="after")
     def _check(self) -> "RunSettings":

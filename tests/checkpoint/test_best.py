@@ -68,3 +68,14 @@ def test_any_course_of_events() -> None:
                     best.saved(done)
                     kept = {other: value for other, value in kept.items() if other >= done}
             assert best.steps == min(kept, key=lambda place: kept[place], default=None)
+
+
+def test_by_acceptance_the_highest_is_the_best() -> None:
+    best = Best(2, tau=2.5, by="tau")
+    assert best.state() == {"steps": 2, "tau": 2.5}
+    assert not best.offer(4, 2.4)
+    assert not best.offer(5, float("nan"))
+    assert best.offer(6, 2.6)
+    best.saved(6)
+    assert best.state() == {"steps": 6, "tau": 2.6}
+    assert Best(2, loss=3.0, by="tau").steps is None, "it was chosen by another measure"

@@ -359,3 +359,57 @@ def test_who_waits_for_the_disk_says_that_it_is_patient(make: Any, monkeypatch: 
         free[0] = 2**30
         saver.between_steps(2, TENSORS, last=True)
     assert waits == ["room on the disk", *["the checkpoint to be on the disk"] * 2]
+
+
+def saved(saver: Saver, steps: int, *, candidate: bool = False) -> None:
+    saver.between_steps(steps, TENSORS, last=False, candidate=candidate)
+    saver.settle()
+
+
+def test_a_candidate_stays_until_its_worth_is_known(make: Any, tmp_path: Path) -> None:
+    best = Best(by="tau")
+    saver, _ = make(every_steps=2, keep=1, best=best, total_steps=10)
+    saved(saver, 1, candidate=True)  # although nothing is due
+    saved(saver, 3, candidate=True)
+    for steps in (4, 6):
+        saved(saver, steps)
+    assert store.saved_steps(tmp_path) == [1, 3, 6]
+    assert saver.has(3)
+    assert best.offer(3, 2.0)
+    saver.choose(3)
+    saver.let_go(1)
+    saved(saver, 8)
+    assert store.saved_steps(tmp_path) == [3, 8]
+    assert (tmp_path / "checkpoints" / "best").read_text() == "step-00000003"
+    saved(saver, 10, candidate=True)  # the end, whose weights are saved anyway, may be the best
+    assert store.saved_steps(tmp_path) == [3, 8, 10] or store.saved_steps(tmp_path) == [3, 10]
+    assert not saver.has(8), "it is none"
+
+
+def test_what_a_checkpoint_names_stays_with_it(make: Any, tmp_path: Path) -> None:
+    """The newest checkpoint still says that the old best is it: who goes on from there needs that one."""
+    saver, _ = make(every_steps=2, keep=1, best=Best(by="tau"))
+    for steps in (2, 4):
+        saved(saver, steps, candidate=True)
+    named = {"best": {"steps": 2, "tau": 1.0}, "evaluation": {"pending": {"steps": 4}}}
+    saver._describe = lambda: named
+    saver.let_go(2)
+    saver.let_go(4)
+    saved(saver, 6)
+    assert store.saved_steps(tmp_path) == [2, 4, 6]
+    saver._describe = dict
+    saved(saver, 8)
+    assert store.saved_steps(tmp_path) == [8]
+
+
+def test_a_candidate_that_cannot_be_saved_is_none(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    saver, told = make(every_steps=2)
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EIO, "no device")
+
+    monkeypatch.setattr(store, "write", broken)
+    saved(saver, 3, candidate=True)
+    assert told.kinds == ["checkpoint_failed"]
+    assert not saver.has(3)
+    assert saver.candidates() == []

@@ -252,7 +252,12 @@ def test_a_checkpoint_by_its_name(run: Path) -> None:
     which = r" There are checkpoints after step 2, 4, 6\."
     for name, sentence in (
         ("5", r"^There is no checkpoint after step 5 in .*checkpoints\." + which),
-        ("best", r"^There is no best checkpoint in .*" + which + " A run has a best one once evaluate.held_out is set"),
+        (
+            "best",
+            r"^There is no best checkpoint in .*"
+            + which
+            + " A run has a best one once evaluate.held_out or evaluate.device is set",
+        ),
         ("newest", "^A checkpoint is named latest, best or by its number of steps, got 'newest'." + which),
         ("-1", "got '-1'"),
         ("²", "got '²'"),
@@ -398,3 +403,8 @@ def test_a_failing_write_leaves_what_was_there(run: Path, monkeypatch: pytest.Mo
     else:
         pytest.fail("more syncs than expected")
     assert call >= 6
+
+
+def test_those_that_are_needed_besides_stay(run: Path) -> None:
+    store.prune(run, 6, 1, also=[2, 99])
+    assert store.saved_steps(run) == [2, 6]

@@ -264,6 +264,22 @@ def test_looking_seldom_and_fixed_widths_change_nothing(loop, target, drafts, mo
     assert engine.stats.captured == len(engine._units)
 
 
+def test_what_is_prepared_is_all_that_is_ever_asked_for(loop, target, drafts, monkeypatch) -> None:
+    """So nothing is captured later, and what preparing wrote into free rows disturbs nobody."""
+    monkeypatch.setattr(engine_module, "Captured", FakeGraph)
+    monkeypatch.setattr(engine_module, "new_pool", lambda device: device)
+    engine = Engine(target, Sampling(), rows=20, slots=120, drafts=drafts, captured=True)
+    engine._look_every, engine._reach_step = 4, 16
+    complete(engine, asked()[:1])
+    engine.prepare()
+    captured = engine.stats.captured
+    assert captured == len(engine.shapes()) == len({*engine.shapes()}) == len(engine._units)
+    assert {*engine.shapes()} == {(width, reach) for width in (8, 16, 20) for reach in range(16, 129, 16)}
+    assert complete(engine, asked()) == loop
+    assert engine.stats.captured == captured
+    assert Engine(target, Sampling(), rows=20, slots=120, drafts=drafts).shapes() == []
+
+
 @pytest.mark.parametrize("rows", [4, 12])  # rows are used again, rows move
 def test_a_drafter_reads_the_features_of_its_own_row(target, drafts, monkeypatch, rows: int) -> None:
     """What is drafted for a row does not depend on its company."""

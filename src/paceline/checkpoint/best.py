@@ -1,26 +1,38 @@
-"""Which state of a run had the lowest held-out loss, of those that are saved or about to be."""
+"""Which state of a run is the best, of those that are saved or about to be: by its held-out loss, or by true
+acceptance, the higher the better."""
 
 import math
 import threading
-from typing import Any
+from typing import Any, Literal
+
+By = Literal["loss", "tau"]
 
 
 class Best:
     """The best so far. A state that turns out not to be saved gives its place back to the one before it."""
 
-    def __init__(self, steps: int | None = None, loss: float | None = None) -> None:
+    def __init__(
+        self, steps: int | None = None, loss: float | None = None, tau: float | None = None, *, by: By = "loss"
+    ) -> None:
         """Begin with a state that is saved, if there is one."""
+        self.by = by
         self._lock = threading.Lock()  # the saving thread tells what became of a state that training offered
         # Each better than the one before. The first is on disk, others are waiting to be, or the first is too.
-        self._states = [(steps, loss)] if steps is not None and loss is not None else []
+        value = loss if by == "loss" else tau
+        self._states = [(steps, value)] if steps is not None and value is not None else []
 
-    def offer(self, steps: int, loss: float) -> bool:
-        """Take the held-out loss after `steps` steps; return whether it is the lowest so far, never if not finite."""
+    def offer(self, steps: int, value: float) -> bool:
+        """Take the loss, or the acceptance, after `steps` steps; return whether it is the best so far, never if not
+        finite.
+        """
         with self._lock:
-            lowest = math.isfinite(loss) and (not self._states or loss < self._states[-1][1])
-            if lowest:
-                self._states.append((steps, loss))
-            return lowest
+            better = math.isfinite(value) and (not self._states or self._beats(value, self._states[-1][1]))
+            if better:
+                self._states.append((steps, value))
+            return better
+
+    def _beats(self, value: float, other: float) -> bool:
+        return value < other if self.by == "loss" else value > other
 
     def saved(self, steps: int) -> None:
         """Say that the state after `steps` steps is on disk; those that it beat no longer count."""
@@ -40,6 +52,6 @@ class Best:
             return self._states[-1][0] if self._states else None
 
     def state(self) -> dict[str, Any] | None:
-        """Return the best state's steps and loss as plain data, for a checkpoint and for people."""
+        """Return the best state's steps, and its loss or tau, as plain data, for a checkpoint and for people."""
         with self._lock:
-            return {"steps": self._states[-1][0], "loss": self._states[-1][1]} if self._states else None
+            return {"steps": self._states[-1][0], self.by: self._states[-1][1]} if self._states else None

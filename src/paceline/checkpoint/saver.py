@@ -57,6 +57,7 @@ class Saver:
         self._last, self._steps = time.monotonic(), 0  # when the last save was due, and after which step
         self._full: str | None = None  # why nothing can be written
         self._ended = threading.Event()
+        self._candidates: dict[int, threading.Event] = {}  # states whose worth is not known; set once saved or lost
 
     def prepare(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Allocate host memory for a copy. What is saved later has the same names and shapes."""
@@ -74,8 +75,11 @@ class Saver:
         last: bool,
         more: Mapping[str, Any] | None = None,
         good: int | None = None,
+        candidate: bool = False,
     ) -> None:
-        """Save if it is time, or, if the run stops here or this state is the best, in any case; `steps` are done.
+        """Save if it is time, or, if the run stops here or this state is the best or may be, in any case.
+
+        `steps` are done. A `candidate` for the best is not removed until `choose` or `let_go`.
 
         `more` goes into state.json too. With `good`, the newest checkpoint after at most so many steps is not removed.
         Waits for the copy into host memory, for a disk that is full (on_full_disk: wait), for a save that is under way
@@ -84,11 +88,13 @@ class Saver:
         Raises:
             RunError: the disk is full (on_full_disk: stop).
         """
-        best = self._best.steps == steps
-        if steps == self._total_steps and not best:
+        best = self._best.by == "loss" and self._best.steps == steps
+        if steps == self._total_steps and not (best or candidate):
             return  # the drafter itself is saved
         self._hold()
-        if last or best:
+        if candidate:
+            self._candidates[steps] = threading.Event()
+        if last or best or candidate:
             self.settle()
             if not self._busy():  # it is if we were released: what is being written must not change
                 self._start(steps, tensors, more or {}, good, best=best)
@@ -107,6 +113,37 @@ class Saver:
             while self._busy() and not self._ended.wait(0.02):
                 pass
 
+    def candidates(self) -> list[int]:
+        """Return the candidates that are kept, by their steps."""
+        return [*self._candidates]
+
+    def adopt(self, steps: int) -> None:
+        """Keep a candidate that an earlier part of the run has saved."""
+        self._candidates[steps] = threading.Event()
+        self._candidates[steps].set()
+
+    def has(self, steps: int) -> bool:
+        """Return whether a candidate is on the disk; waits for its save, unless the run ends."""
+        saved = self._candidates.get(steps)
+        with self._patient("the checkpoint to be on the disk"):
+            while saved is not None and not saved.wait(0.1) and steps in self._candidates and not self._ended.is_set():
+                pass
+        return saved is not None and saved.is_set() and steps in self._candidates
+
+    def choose(self, steps: int) -> None:
+        """Let `best` name a candidate.
+
+        Raises:
+            OSError: as on a full disk; it names what it named before.
+        """
+        store.point_best(self._run, steps)
+        self._best.saved(steps)
+        self.let_go(steps)  # only now, when the pointer keeps it
+
+    def let_go(self, steps: int) -> None:
+        """Keep a candidate no longer than others are kept."""
+        self._candidates.pop(steps, None)
+
     def save_now(
         self,
         steps: int,
@@ -121,7 +158,8 @@ class Saver:
         """
         self._join()
         if self._written_steps != steps and not self._busy():
-            self._start(steps, tensors, more or {}, good, best=self._best.steps == steps)
+            best = self._best.by == "loss" and self._best.steps == steps
+            self._start(steps, tensors, more or {}, good, best=best)
             self._join()
         return self._written_steps == steps
 
@@ -193,7 +231,10 @@ class Saver:
         try:
             while not self._written(steps, state, best):
                 time.sleep(_LOOK_S)
-            self._best.saved(steps)
+            if self._best.by == "loss":
+                self._best.saved(steps)
+            if (waited_for := self._candidates.get(steps)) is not None:
+                waited_for.set()
             nbytes = sum(copy.nbytes for copy in self._copies.values())
             copy_s = sum(copy.copy_s for copy in self._copies.values())
             write_s = time.monotonic() - began
@@ -201,9 +242,12 @@ class Saver:
             self._written_steps = steps
             self._tell("checkpoint", steps=steps, best=best, bytes=nbytes, **times)
             with suppress(OSError):  # what cannot be removed is one too many, and no loss
-                store.prune(self._run, steps, self._settings.keep, good=good)
+                also = {*self._candidates, *named_by(state)}  # who goes on from it needs what it names
+                store.prune(self._run, steps, self._settings.keep, good=good, also=also)
         except Exception as error:  # the run goes on: its last checkpoint is as it was
-            self._best.failed(steps)
+            if self._best.by == "loss":
+                self._best.failed(steps)
+            self.let_go(steps)
             if self._settings.on_full_disk == "wait":  # nobody looks for room any more
                 self._full = None
             message = getattr(error, "strerror", None) or str(error) or type(error).__name__
@@ -232,3 +276,9 @@ class Saver:
         free = free_bytes(self._run)
         if free < needed:
             raise OSError(errno.ENOSPC, f"it needs {needed:,} bytes and {free:,} are free", os.fspath(self._run))
+
+
+def named_by(state: Mapping[str, Any]) -> set[int]:
+    """Return the steps of the checkpoints that a state names: the best, and one whose worth is not known."""
+    pending = (state.get("evaluation") or {}).get("pending")
+    return {place["steps"] for place in (state.get("best"), pending) if place}

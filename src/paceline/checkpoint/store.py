@@ -1,7 +1,8 @@
 """The checkpoints of a run: what they are on disk, which is the newest whole one, and which ones stay.
 
     RUN/checkpoints/latest              name of the newest, replaced in one rename
-    RUN/checkpoints/best                name of the one with the lowest held-out loss, where there is one, likewise
+    RUN/checkpoints/best                name of the one with the lowest held-out loss or the highest true
+                                    acceptance, where there is one, likewise
     RUN/checkpoints/step-00001200/      the state after 1,200 optimizer steps
         drafter.safetensors             weights, float32
         optimizer.safetensors           moments and counts, float32
@@ -19,7 +20,7 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,11 +109,11 @@ def _entry(nbytes: int, sha256: str) -> dict[str, Any]:
     return {"bytes": nbytes, "sha256": sha256}
 
 
-def prune(run: Path, steps: int, keep: int, *, good: int | None = None) -> None:
+def prune(run: Path, steps: int, keep: int, *, good: int | None = None, also: Collection[int] = ()) -> None:
     """Keep the newest `keep` checkpoints up to the one after `steps` steps, none behind it, and the best.
 
     Those behind it were passed over, as damaged or by a pointer that a crash left behind. With `good`, the newest of
-    those after at most so many steps stays in any case, in the place of the oldest of the others.
+    those after at most so many steps stays in any case, in the place of the oldest of the others. `also` stay too.
     """
     found = saved_steps(run)
     held = [n for n in found if n <= steps]
@@ -120,6 +121,7 @@ def prune(run: Path, steps: int, keep: int, *, good: int | None = None) -> None:
     last_good = [n for n in held if good is not None and n <= good][-1:]
     if last_good and last_good[0] not in stay:
         stay = last_good + held[-max(1, keep - 1) :]
+    stay += also
     with suppress(Damaged):
         stay.append(_pointed(run, "best"))
     for old in set(found) - set(stay):
@@ -202,7 +204,7 @@ def named(run: Path, name: str, files: Sequence[str]) -> Saved:
     pointer = folder_of(run) / name
     if not there or (name == "best" and not pointer.exists()) or (name.isdecimal() and int(name) not in there):
         what = f"checkpoint after step {name}" if name.isdecimal() else f"{name} checkpoint"
-        remedy = " A run has a best one once evaluate.held_out is set." if name == "best" else ""
+        remedy = " A run has a best one once evaluate.held_out or evaluate.device is set." if name == "best" else ""
         raise UserError(f"There is no {what} in {folder_of(run)}. {which}{remedy}")
     try:
         return _open(run, int(name) if name.isdecimal() else _pointed(run, name), files)
@@ -220,10 +222,10 @@ def newest_before(run: Path, steps: int, *, tell: Callable[[str], None]) -> Save
     return None
 
 
-def go_back(run: Path, saved: Saved, keep: int) -> None:
-    """Make a checkpoint the newest: point `latest` at it and remove those behind it."""
+def go_back(run: Path, saved: Saved, keep: int, *, also: Collection[int] = ()) -> None:
+    """Make a checkpoint the newest: point `latest` at it and remove those behind it, but for those of `also`."""
     write_whole(folder_of(run) / "latest", saved.folder.name)
-    prune(run, saved.steps, keep)
+    prune(run, saved.steps, keep, also=also)
 
 
 def _pointed(run: Path, pointer: str) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from paceline.decode.memory import PREFILL_TOKENS
 from paceline.decode.prompts import pad_right, reach_for
 from paceline.decode.protocol import Target
 from paceline.decode.requests import Request, Take, check_request, taking
@@ -79,8 +80,7 @@ class Engine:
         self.stats = Stats()
         self._target, self._sampling, self._slots, self._gate = target, sampling, slots, gate or Gate()
         self._captured, self._compiled = captured, compiled
-        # A multiple of what fused attention likes; a block may stand at a row's last place.
-        self._kept_slots = reach_for(slots + (drafts.drafter.settings.block_size - 1 if drafts else 0))
+        self._kept_slots = kept_slots(slots, drafts.drafter.settings.block_size if drafts else 1)
         self._rows = Rows(rows, self._kept_slots, target.stop_ids, device)
         self._step: Step = (
             DraftStep(target, drafts, sampling, self._rows) if drafts else PlainStep(target, sampling, self._rows)
@@ -94,7 +94,7 @@ class Engine:
         # many costs little more than for one; a group waits until an eighth of the rows are free.
         self._look_every = (2 if drafts else 8) if on_gpu else 1
         self._least_entering = max(1, rows // 8)
-        self._prefill_tokens = 16_384 if on_gpu else 1024  # padded tokens of one prompt pass
+        self._prefill_tokens = PREFILL_TOKENS if on_gpu else 1024  # padded tokens of one prompt pass
         # Slots are read up to the next multiple of this; a captured or compiled step is made for each.
         self._reach_step = 256 if compiled else 128 if captured else 64
 
@@ -129,6 +129,22 @@ class Engine:
             ended = self._look(marks, before)
         if ended is not None:
             yield from self._completions(ended)
+
+    def prepare(self) -> None:
+        """Capture or compile every step that decoding may ask for, so that none is made later. Run this alone.
+
+        After a first prompt was read: then both caches are where they stay.
+        """
+        for width, reach in self.shapes():
+            self._unit(width, reach)
+
+    def shapes(self) -> list[tuple[int, int]]:
+        """Return the width and reach of every step that is captured or compiled; nothing where steps are neither."""
+        if not (self._captured or self._compiled):
+            return []
+        rows, kept, unit = len(self._live), self._kept_slots, self._reach_step
+        widths = sorted({self._width(live) for live in range(1, rows + 1)})
+        return [(width, min(reach, kept)) for reach in range(unit, kept + unit, unit) for width in widths]
 
     # Entering
 
@@ -199,11 +215,7 @@ class Engine:
 
         A captured step is made for one width, so there it is a power of two; compiling is too slow even for that.
         """
-        width = live
-        if self._compiled:
-            width = len(self._live)
-        elif self._captured:
-            width = min(len(self._live), max(_NARROWEST, 1 << (live - 1).bit_length()))
+        width = self._width(live)
         sources = [row for row in range(width, len(self._live)) if self._live[row] is not None]
         if sources:
             holes = [row for row in range(width) if self._live[row] is None][: len(sources)]
@@ -213,6 +225,13 @@ class Engine:
             for source, hole in zip(sources, holes, strict=True):
                 self._live[hole], self._live[source] = self._live[source], None
         return width
+
+    def _width(self, live: int) -> int:
+        if self._compiled:
+            return len(self._live)
+        if self._captured:
+            return min(len(self._live), max(_NARROWEST, 1 << (live - 1).bit_length()))
+        return live
 
     def _unit(self, width: int, reach: int) -> tuple[Callable[[], None], int]:
         """Return a step of this width and reach, and how many steps were made by making it."""
@@ -271,6 +290,12 @@ class Engine:
             self.stats.slot_steps += sum(place + self._step.most for place in begun or range(len(prompt), row.place))
             accepted = tuple(notes[place] - 1 for place in begun)
             yield row.request, Completion(tuple(prompt), tokens, finish, lengths, accepted)
+
+
+def kept_slots(slots: int, block_size: int) -> int:
+    """Return the slots a row's caches have, so that a block may stand at its last place: a multiple of what fused
+    attention likes."""
+    return reach_for(slots + block_size - 1)
 
 
 def _many_compiled() -> AbstractContextManager[None]:

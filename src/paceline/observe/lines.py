@@ -29,7 +29,9 @@ _SENTENCES = {
     "stage": "{name} ({s:.1f} s)",
     "loading": "{role} on {device}: {share:.0%} of the weights are loaded",
     "console_lost": "{message} The run goes on and shows nothing.",
-    "disagreement": "{message}",
+    "disagreement": "WARNING: {message}",
+    "evaluator_failed": "{said}; {then}",
+    "best_not_kept": "the state after step {steps:,} is the best, but cannot be kept: {message}",
     "stopping": "{message}: stopping, this step is finished and saved; SIGTERM or Ctrl-C again stops at once",
     "tracker_failed": "{message}",
     "unreadable": "{message}",
@@ -133,8 +135,14 @@ def _held_out(event: Event) -> str:
 
 def _evaluated(event: Event) -> str:
     best = ", the best so far" if event.get("best") is True else ""
-    text = "true τ {tau:.3f} after step {steps:,} ({prompts:,} prompts in {s:.1f} s; the estimate is {estimate:.2f})"
-    return _filled(text, event) + best
+    estimate = "" if event.get("estimate") is None else "; training sees {estimate:.2f}"
+    text = "true acceptance after step {steps:,}: {tau:.2f}, {tau_pooled:.2f} pooled" + estimate
+    return _filled(text + " ({prompts:,} prompts, {s:.1f} s)", event) + best
+
+
+def _evaluation_skipped(event: Event) -> str:
+    why = "its checkpoint is gone" if event.get("busy_with") is None else "that after step {busy_with:,} is under way"
+    return _filled("no true acceptance after step {steps:,}: " + why, event)
 
 
 def _rejected(event: Event) -> str:
@@ -177,6 +185,7 @@ _MADE: dict[str, Callable[[Event], str | None]] = {
     "rejected": _rejected,
     "held_out": _held_out,
     "evaluated": _evaluated,
+    "evaluation_skipped": _evaluation_skipped,
     "replica_failed": _replica_failed,
     "recompile": _recompile,
     "trained": _trained,

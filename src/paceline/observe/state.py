@@ -27,6 +27,8 @@ _FAULT_EVENTS = {
     "disk_full",
     "console_lost",
     "disagreement",
+    "evaluator_failed",
+    "best_not_kept",
     "tracker_failed",
     "failed",
 }

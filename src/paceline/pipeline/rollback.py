@@ -55,7 +55,7 @@ class Rollback:
         self._meeting.gather()  # before rank 0 saves again, which may remove what another still reads
         if rank == 0:
             try:
-                store.go_back(self._run, saved, self._settings.checkpoint.keep)
+                store.go_back(self._run, saved, self._settings.checkpoint.keep, also=self._saver.candidates())
             except OSError as error:  # a full disk: whoever resumes from a later one is led back here again
                 self._warn(f"  later checkpoints stay, they cannot be removed: {error.strerror}")
             self._tell(steps, saved)

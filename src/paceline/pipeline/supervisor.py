@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -169,9 +170,9 @@ class Supervisor:
                 raise _failure(report, before)
             if report.state == "ready":
                 ready.append(report)
-        for other in ready[1:]:
-            _compare(ready[0], other)
-        self._agreed = ready[0]
+        for first, other in combinations(ready, 2):
+            _compare(first, other)
+        self._agreed = max(ready, key=lambda report: len(report.facts or {}))
 
     def under_way(self) -> list[tuple[Role, str, Pulse]]:
         """Return the roles that have not left, with their states; any thread may ask."""
@@ -293,11 +294,13 @@ class Supervisor:
 
 
 def _compare(first: RoleState, other: RoleState) -> None:
+    """Compare what both say; the evaluator says nothing of the format in which features travel."""
+    others = other.facts or {}
     for key, value in (first.facts or {}).items():
-        if (other.facts or {}).get(key) != value:
+        if key in others and others[key] != value:
             raise RunError(
                 f"{first.role.name} and {other.role.name} disagree on the {key}: "
-                f"{value} against {(other.facts or {}).get(key)}. Check target and drafter settings."
+                f"{value} against {others[key]}. Check target and drafter settings."
             )
 
 

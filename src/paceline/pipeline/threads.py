@@ -24,11 +24,12 @@ from paceline.observe.gpus import GpuReader
 from paceline.pipeline.channel import Closed, OrderedChannel, check_finite
 from paceline.pipeline.dealer import Dealer
 from paceline.pipeline.dispenser import Dispenser, Outlet
+from paceline.pipeline.evaluator import Evaluator, EvaluatorCare, InTraining
 from paceline.pipeline.listeners import Listeners
 from paceline.pipeline.replicas import Replicas
 from paceline.pipeline.rollback import Rollback
 from paceline.pipeline.sampler import Sampler, Seen
-from paceline.pipeline.supervisor import Supervisor
+from paceline.pipeline.supervisor import Care, Role, Supervisor
 from paceline.pipeline.watch import Watch
 from paceline.records import FeatureBatch, RunError, TokenBatch
 from paceline.runtime.compiling import Policy, forbid_recompiles, warm_compiler
@@ -59,12 +60,13 @@ def train_in_threads(
     stopping: Callable[[], bool],
     moving: Callable[[], object],
     told: Listeners,
+    plan: InTraining | None = None,
 ) -> tuple[Drafter, int]:
     """Train a drafter with one thread a role; return it and how often a step would have been compiled again.
 
     `fill` gives each rank's drafter its first weights; None draws them. Training goes on from `start`, where `batches`
     have to begin. Once `stopping` says so, it ends with the step that is under way, saved. What `moving` returns
-    changes while data is read that the roles wait for.
+    changes while data is read that the roles wait for. With `plan` an evaluator decodes meanwhile.
 
     Raises:
         RunError: a role failed and none took its place; it is named with its device and cause, what the drafter has
@@ -84,13 +86,20 @@ def train_in_threads(
     guards = [Guard(settings.guard, settings.train.clip, history) for _ in pipeline.drafters]
     roll_back = Rollback(settings, saver=saver, meeting=meeting, gate=gate, tell=told.on_rolled_back, warn=told.warn)
 
+    evaluator = Evaluator(settings, facts, plan, gate=gate, stopping=stopping) if plan else None
+
     def between_steps(step: DrafterStep, steps: int, last: bool) -> None:
-        guard = guards[0]
-        saver.between_steps(steps, step.state(), last=last, more={"guard": guard.state()}, good=guard.first_rejected)
+        guard, claimed = guards[0], evaluator is not None and evaluator.claim(steps)
+        more = {"guard": guard.state()}
+        saver.between_steps(steps, step.state(), last=last, more=more, good=guard.first_rejected, candidate=claimed)
+        if evaluator is not None and claimed and not last:
+            evaluator.give(list(step.drafter.parameters()))
         if last:  # the other ranks have met and ask for nothing more; replicas may wait for room or for data
             source.stop()
             channel.stop()
             ahead.close()
+            if evaluator is not None:
+                evaluator.stop()
 
     ranks = _ranks(
         settings,
@@ -109,11 +118,14 @@ def train_in_threads(
         stopping=stopping,
         between_steps=between_steps,
         told=told,
+        plan=plan,
     )
 
     def release() -> None:
         source.stop()
         channel.stop()
+        if evaluator is not None:
+            evaluator.stop()
         saver.release()
         meeting.end()
         ahead.close()  # last, because it waits for the item that is being built
@@ -126,15 +138,18 @@ def train_in_threads(
         told.on_ready()
         settled.enter_context(sampler.under_way())
 
+    targets: list[Role] = [*replicas.first, *([evaluator] if evaluator else [])]
+    stacks = Path(settings.run_dir) / "stacks.txt"
+    care: Care = EvaluatorCare(evaluator, replicas, stacks) if evaluator else replicas
     supervisor = Supervisor(
-        [*replicas.first, *ranks],
-        threads=[pipeline.target_threads] * len(replicas.first) + [pipeline.drafter_threads] * len(ranks),
+        [*targets, *ranks],
+        threads=[pipeline.target_threads] * len(targets) + [pipeline.drafter_threads] * len(ranks),
         release=release,
         ended=(Closed, BrokenBarrierError),
         on_state=told.on_state,
         gate=gate,
         on_ready=all_ready,
-        care=replicas,
+        care=care,
         watch=Watch(pipeline.work_timeout_s, pipeline.ready_timeout_s, moving=moving),
     )
     sampler = Sampler(
@@ -142,7 +157,7 @@ def train_in_threads(
         roles=lambda: [Seen(role.name, role.device, state, pulse) for role, state, pulse in supervisor.under_way()],
         queue_bytes=lambda: channel.waiting_bytes,
         queue_limit_bytes=channel.limit_bytes,
-        gpus=GpuReader((*pipeline.targets, *pipeline.drafters)).read,
+        gpus=GpuReader(settings.devices).read,
         tell=told.on_sample,
     )
     if policy != "eager":
@@ -184,12 +199,18 @@ def _ranks(
     stopping: Callable[[], bool],
     between_steps: Callable[[DrafterStep, int, bool], None],
     told: Listeners,
+    plan: InTraining | None,
 ) -> list[DrafterRank]:
     def on_warm(rank: int, step: DrafterStep) -> None:
         if start is not None:
             step.restore(start.tensors())
         if rank == 0:
             saver.prepare(step.state())
+
+    on_step, on_held_out = told.on_step, told.on_held_out
+    if plan is not None:
+        on_step = plan.noting(on_step, held_out=False)
+        on_held_out = plan.noting(on_held_out, held_out=True)
 
     return [
         DrafterRank(
@@ -200,10 +221,10 @@ def _ranks(
             hidden_size=facts.hidden_size,
             target_revision=facts.revision,
             load_ends=load_ends,
-            source=dealer.stream(rank),
+            source=plan.followed(dealer.stream(rank)) if plan is not None and rank == 0 else dealer.stream(rank),
             meeting=meeting,
             total_steps=total_steps,
-            on_step=told.on_step,
+            on_step=on_step,
             guard=guards[rank],
             on_rejected=told.on_rejected,
             roll_back=roll_back,
@@ -215,7 +236,7 @@ def _ranks(
             stopping=stopping,
             between_steps=between_steps,
             looks=lambda steps: settings.evaluate.due(steps, total_steps),
-            on_held_out=told.on_held_out,
+            on_held_out=on_held_out,
             steps_done=start.steps if start else 0,
         )
         for rank, device in enumerate(settings.pipeline.drafters)

@@ -10,7 +10,7 @@ from paceline.data.manifest import Origin
 from paceline.data.mixture import Coverage, Mixture, coverage, first_table, open_mixture
 from paceline.data.plan import BucketTable
 from paceline.observe.console import Console
-from paceline.recipes.plan_memory import plan_memory
+from paceline.recipes.plan_memory import plan_memory, target_folder
 from paceline.records import UserError
 
 
@@ -31,7 +31,7 @@ def plan_epoch(what: Path, overrides: list[str], *, seed: int | None, console: C
     share = coverage(mixture, anchors_per_sample=train.anchors_per_sample, epochs=train.epochs)
     print_buckets(buckets, console)
     _print_losses(lost, share, train, console)
-    memory = {"memory": plan_memory(run, console)} if run else {}
+    memory = {"memory": plan_memory(run, console), "evaluator": _evaluator(run, console)} if run else {}
     return {
         **buckets.as_dict(),
         "datasets": _rows_of_datasets(mixture, console),
@@ -48,6 +48,14 @@ def plan_epoch(what: Path, overrides: list[str], *, seed: int | None, console: C
         "plan_s": round(planned - opened, 4),
         **memory,
     }
+
+
+def _evaluator(run: RunSettings, console: Console) -> dict[str, Any] | None:
+    if run.evaluate.device is None:
+        return None
+    from paceline.recipes.evaluator_memory import plan_evaluator  # late, because it needs torch
+
+    return plan_evaluator(run, target_folder(run.target), console)
 
 
 def _folder_settings(what: Path, overrides: list[str], seed: int | None) -> tuple[DataSettings, TrainSettings]:

@@ -46,7 +46,7 @@ def _sizes_of_target(target: TargetSettings, console: Console) -> dict[str, Any]
     """Return the target's hidden_size, vocab_size and whether its ends are tied, or None after a line that says why."""
     from paceline.target.load import load_config
 
-    folder = _target_folder(target)
+    folder = target_folder(target)
     if folder is None:
         _not_estimated("target.model is not on this machine", console)
         return None
@@ -83,7 +83,7 @@ def _has_head(folder: Path) -> bool:
     return False
 
 
-def _target_folder(target: TargetSettings) -> Path | None:
+def target_folder(target: TargetSettings) -> Path | None:
     """Return where the target's config.json is on this machine, if it is."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError

@@ -23,6 +23,7 @@ from paceline.observe.live import RunView
 from paceline.observe.quarantine import Quarantine
 from paceline.pipeline.threads import train_in_threads
 from paceline.recipes.train_checks import check_run_folder, choose_policy
+from paceline.recipes.train_evaluate import TrueAcceptance
 from paceline.recipes.train_facts import drafter_meta, fixed_facts, say_what_made_it, step_flops, tell_begin
 from paceline.recipes.train_guard import GuardTeller
 from paceline.recipes.train_inputs import Inputs, open_inputs, show_inputs, stream
@@ -50,7 +51,7 @@ def train(
     """
     # 1. Everything that can be refused before a model is loaded.
     run, resume = Path(settings.run_dir), resume or resume_previous
-    stages = Stages(console, roles=len(settings.pipeline.targets) + len(settings.pipeline.drafters))
+    stages = Stages(console, roles=len(settings.devices))
     check_run_folder(run, settings.data.folders, resume=resume, held_out=settings.evaluate.held_out)
     check_notice(settings.checkpoint)
     check_attending(settings.observe)
@@ -69,7 +70,7 @@ def train(
         if start is None:
             warm = warm or warm_start(settings, inputs.facts, console)
             say_what_made_it(run, inputs, warm)
-        best = best_so_far(run, start, console)
+        best = best_so_far(run, start, settings.evaluate.best_by or "loss", console)
         write_whole(run / "settings.yaml", dump_settings(settings))
         return _run(settings, inputs, check, fixed, start, warm, best, policy, stages, console)
 
@@ -110,6 +111,7 @@ def _run(
         guard = GuardTeller(inputs.mixture, quarantine=quarantine, events=events)
         tell_begin(events, settings, inputs, start, warm, best)
         stages.written_to(events)
+        acceptance = TrueAcceptance(settings, inputs, start, best, events=events)
         view.begin()
         aside = SetAside(settings.data.bad_rows, on_row=teller.on_bad_row, known=known_rows(quarantine))
 
@@ -123,7 +125,12 @@ def _run(
         saver = Saver(
             run,
             settings.checkpoint,
-            describe=lambda: {**fixed, "totals": teller.state(), "best": best.state()},
+            describe=lambda: {
+                **fixed,
+                "totals": teller.state(),
+                "best": best.state(),
+                "evaluation": acceptance.state(),
+            },
             tell=teller.on_save,
             stopping=stop,
             best=best,
@@ -159,6 +166,7 @@ def _run(
                         stopping=stop,
                         moving=lambda: check.checked,
                         told=listeners(settings, teller, guard, stop, console),
+                        plan=acceptance.plan(saver),
                     )
                 if totals.steps < total_steps:
                     raise Interrupted(teller.stopped())
@@ -172,6 +180,6 @@ def _run(
             raise
         summary = {"run": str(run), "drafter": str(folder), **teller.summary()}
         summary |= {"policy": policy, "recompiles": recompiles, "train_s": teller.seconds()}
-        summary |= {"quarantined_rows": len(aside)}
+        summary |= {"quarantined_rows": len(aside), **acceptance.summary()}
         events.write("trained", **summary)
     return summary

@@ -66,6 +66,8 @@ def check_inputs(
     for key in ("targets", "drafters"):
         for device in getattr(settings.pipeline, key):
             check_device(device, f"pipeline.{key}")
+    if settings.evaluate.device is not None:
+        check_device(settings.evaluate.device, "evaluate.device")
     check_taps(settings.drafter.taps, facts)
     if settings.drafter.rope_theta != facts.rope_theta:
         raise UserError(

@@ -28,6 +28,7 @@ def fixed_facts(settings: RunSettings, inputs: Inputs) -> dict[str, Any]:
         "target_revision": inputs.facts.revision,
         "datasets": [dataset.fingerprint for dataset in inputs.mixture.datasets],
         "held_out": held_out.dataset.fingerprint if held_out else None,
+        "prompts": inputs.prompts.sha256 if inputs.prompts else None,
         "drafter": drafter_meta(settings.drafter, inputs.facts, 0).tree(),
         "versions": versions(),
     }
@@ -75,15 +76,16 @@ def tell_begin(
         return
     events.write("started", settings=tree)
     _tell_where(events, settings, inputs)
-    events.write("plan", **inputs.buckets.as_dict(), steps=inputs.total_steps)
+    best_by = settings.evaluate.best_by
+    events.write("plan", **inputs.buckets.as_dict(), steps=inputs.total_steps, best_by=best_by)
     if warm is not None:
         events.write("warm_start", **warm.as_dict())
 
 
 def _tell_where(events: EventLog, settings: RunSettings, inputs: Inputs) -> None:
     """Write what machine this is, and what data."""
-    pipeline, datasets, facts = settings.pipeline, inputs.mixture.datasets, inputs.facts
-    gpus = describe_gpus((*pipeline.targets, *pipeline.drafters))
+    datasets, facts = inputs.mixture.datasets, inputs.facts
+    gpus = describe_gpus(settings.devices)
     events.write("machine", **about_machine(), torch=torch.__version__, gpus=gpus)
     events.write(
         "data",

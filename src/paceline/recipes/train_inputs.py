@@ -15,8 +15,10 @@ from paceline.data.set_aside import BadRow, SetAside
 from paceline.data.store import CompletionDataset
 from paceline.data.verify import BackgroundCheck, watched
 from paceline.observe.console import Console
+from paceline.recipes.evaluator_memory import check_room_on_device
 from paceline.recipes.plan import print_buckets
 from paceline.recipes.train_checks import check_inputs
+from paceline.recipes.train_prompts import Prompts, open_prompts
 from paceline.records import TokenBatch
 from paceline.target.load import TargetFacts, describe
 
@@ -31,6 +33,7 @@ class Inputs:
     buckets: BucketTable
     total_steps: int
     largest: TokenBatch  # that a target will see
+    prompts: Prompts | None  # that are decoded while the run trains
 
     @property
     def datasets(self) -> list[CompletionDataset]:
@@ -61,8 +64,12 @@ def open_inputs(settings: RunSettings, console: Console, took: Callable[[str], N
     largest = loader.largest_micro_batch(mixture, data, train, block_size)
     if held_out:
         largest = max(largest, held_out.largest(), key=lambda batch: batch.input_ids.numel())
+    prompts = None
+    if settings.evaluate.device is not None:
+        prompts = open_prompts(settings, facts, held_out, console)
+        check_room_on_device(settings, facts, prompts)
     took("planned")
-    return Inputs(facts, mixture, held_out, buckets, total_steps, largest)
+    return Inputs(facts, mixture, held_out, buckets, total_steps, largest, prompts)
 
 
 def show_inputs(inputs: Inputs, settings: RunSettings, console: Console) -> None:
@@ -71,6 +78,12 @@ def show_inputs(inputs: Inputs, settings: RunSettings, console: Console) -> None
     if inputs.held_out:
         every = settings.evaluate.every_steps
         console.line(f"  {inputs.held_out.rows:,} rows held out, looked at every {every:,} steps and at the end")
+    if inputs.prompts:
+        evaluate = settings.evaluate
+        console.line(
+            f"  {len(inputs.prompts.ids):,} prompts of {inputs.prompts.source} decoded on {evaluate.device} every "
+            f"{evaluate.tau_every_steps:,} steps and at the end"
+        )
 
 
 def stream(

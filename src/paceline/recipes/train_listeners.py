@@ -20,7 +20,7 @@ def listeners(
     return Listeners(
         on_state=teller.on_state,
         on_ready=on_ready,
-        on_step=guard.watched(teller.on_step, settings.pipeline.drafters + settings.pipeline.targets),
+        on_step=guard.watched(teller.on_step, settings.devices),
         on_held_out=teller.on_held_out,
         on_rejected=guard.on_rejected,
         on_rolled_back=teller.on_rolled_back,

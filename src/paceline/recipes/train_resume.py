@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from paceline.checkpoint import store
-from paceline.checkpoint.best import Best
+from paceline.checkpoint.best import Best, By
 from paceline.checkpoint.folder import free_bytes
 from paceline.checkpoint.store import Saved
 from paceline.config import RunSettings
@@ -16,11 +16,14 @@ from paceline.target.load import TargetFacts
 from paceline.train.memory import step_memory
 
 # What may be another when a run goes on: how it is carried out, but not what it computes beyond rounding; which updates
-# are rejected from now on; and where target and datasets lie, because their fingerprints are compared.
+# are rejected from now on; and where target and datasets lie, because their fingerprints are compared, and those of
+# the prompts.
 _TRAIN = ("train.policy", "train.log_every", "train.logits_mib")
 _DATA = ("data.prefetch", "data.bad_rows")
-_HOW = ("run_dir", "pipeline.", "checkpoint.", "guard.", "observe.", "evaluate.every_steps", *_DATA, *_TRAIN)
-_WHERE = ("data.dataset", "target.model", "target.revision", "evaluate.held_out")
+_EVALUATE = tuple(f"evaluate.{key}" for key in ("every_steps", "device", "tau_every_steps", "rows", "disagreement"))
+_HOW = ("run_dir", "pipeline.", "checkpoint.", "guard.", "observe.", *_EVALUATE, *_DATA, *_TRAIN)
+_PROMPTS = ("evaluate.prompts", "evaluate.max_prompts", "evaluate.max_new_tokens")
+_WHERE = ("data.dataset", "target.model", "target.revision", "evaluate.held_out", *_PROMPTS)
 
 
 def find_start(run: Path, facts: dict[str, Any], *, previous: bool, console: Console) -> Saved | None:
@@ -42,15 +45,16 @@ def find_start(run: Path, facts: dict[str, Any], *, previous: bool, console: Con
     return start
 
 
-def best_so_far(run: Path, start: Saved | None, console: Console) -> Best:
+def best_so_far(run: Path, start: Saved | None, by: By, console: Console) -> Best:
     """Return the best state as of the checkpoint to go on from, and let the pointer `best` agree with it."""
-    best = Best(**(start.state.get("best") or {})) if start else Best()
+    before = (start.state.get("best") if start else None) or {}
+    best, what = Best(**before, by=by), {"loss": "held-out loss", "tau": "true acceptance"}
+    if before and best.steps is None:
+        console.line(f"  the best checkpoint, after step {before['steps']:,}, was chosen by another measure")
     if store.point_best(run, best.steps) or best.steps is None:
         return best
-    console.line(
-        f"  the best checkpoint, after step {best.steps:,}, is gone: the next held-out loss counts as the best"
-    )
-    return Best()
+    console.line(f"  the best checkpoint, after step {best.steps:,}, is gone: the next {what[by]} counts as the best")
+    return Best(by=by)
 
 
 def _check_same(start: Saved, facts: dict[str, Any]) -> None:
@@ -73,9 +77,11 @@ def _check_same(start: Saved, facts: dict[str, Any]) -> None:
         ("target_revision", "the target", "target.model"),
         ("datasets", "the data", "data.dataset"),
         ("held_out", "the held-out data", "evaluate.held_out"),
+        ("prompts", "the prompts and their answers' limit", "evaluate.prompts, max_prompts and max_new_tokens"),
         ("total_steps", "the number of steps", "data and train"),
     ):
-        if start.state.get(key) != facts[key]:
+        either = key == "prompts" and None in (start.state.get(key), facts[key])  # evaluate.device was null, or is
+        if start.state.get(key) != facts[key] and not either:
             raise UserError(
                 f"Going on from {start.folder} needs {what} as before, {_short(start.state.get(key))}, got "
                 f"{_short(facts[key])}. Put {remedy} back, or start anew in another run_dir."
@@ -101,11 +107,16 @@ def check_room(run: Path, settings: RunSettings, facts: TargetFacts) -> None:
         UserError: the disk has less than they need beside what the run has written already.
     """
     one, keep = state_bytes(settings, facts), settings.checkpoint.keep
-    best = settings.evaluate.held_out is not None
+    by = settings.evaluate.best_by
+    best = {"tau": 2, "loss": 1, None: 0}[by]
     there = sum(path.stat().st_size for path in store.folder_of(run).glob("step-*/*"))
     needed, free = (keep + best + 2) * one - there, free_bytes(run)  # the drafter is less than one
     if free < needed:
-        the_best = " the best one (evaluate.held_out)," if best else ""
+        the_best = {
+            "tau": " the best one, one that may be (evaluate.device),",
+            "loss": " the best one (evaluate.held_out),",
+            None: "",
+        }[by]
         raise UserError(
             f"{run} (run_dir) needs {_gib(needed)} for {keep} checkpoints (checkpoint.keep),{the_best} one more while "
             f"it is written, and the drafter, but its disk has {_gib(free)} free. Make room, or choose another place."

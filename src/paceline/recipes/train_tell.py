@@ -120,7 +120,7 @@ class Teller:
         """A held-out loss is known."""
         steps, loss, accept = report.step + 1, report.loss, report.acceptance
         self.totals.held_out_loss, self.totals.held_out_steps = loss, steps
-        best = self._best.offer(steps, loss)
+        best = self._best.by == "loss" and self._best.offer(steps, loss)
         counts = {name: getattr(report, name) for name in ("loss_sum", "weight_sum", "accepted_K", "available_K")}
         more = {"blocks": report.blocks, "tokens": report.tokens, "best": best}
         self._events.write("held_out", steps=steps, loss=loss, acceptance=accept, **counts, **more)

@@ -55,6 +55,13 @@ def adopt(pulse: Pulse) -> None:
     _own.pulse = pulse
 
 
+def goes_on() -> None:
+    """Say that this thread has done a part of its work, so that the time it may take begins anew."""
+    pulse: Pulse | None = getattr(_own, "pulse", None)
+    if pulse is not None and pulse.now.kind == "works":
+        pulse.work()
+
+
 def waiting(what: str, sort: str | None = None) -> AbstractContextManager[None]:
     """Say that this thread waits for something that others have to do, until the block ends.
 

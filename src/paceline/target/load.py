@@ -6,7 +6,9 @@ local cache or can be fetched. Loading for training keeps the layers up to the d
 
 import hashlib
 import json
+import math
 import os
+import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -287,6 +289,19 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
         except SafetensorError as error:
             raise UserError(f"{path} is damaged: {error}. Fetch or convert the target again.") from None
     return files
+
+
+def weight_entries(folder: Path, *, deepest: int | None = None) -> int:
+    """Return how many weights a target's files hold, by their headers; with `deepest` those of its trunk up to that
+    layer, without the head."""
+    count = 0
+    for name, path in _tensor_files(folder).items():
+        layer = re.search(r"\blayers\.(\d+)\.", name)
+        if deepest is not None and ("lm_head." in name or (layer and int(layer[1]) > deepest)):
+            continue
+        with safe_open(path, framework="pt") as tensors:
+            count += math.prod(tensors.get_slice(name).get_shape())
+    return count
 
 
 def _read_tensor(folder: Path, name: str) -> torch.Tensor:

@@ -109,8 +109,17 @@ class DecodingTarget:
 
     def __init__(self, facts: TargetFacts, taps: Sequence[int], *, dtype: torch.dtype, device: str) -> None:
         check_taps(taps, facts)
-        check_plain_attention(load_config(facts.folder), facts.name)
+        self.check(facts)
         self._hold(load_causal(facts, dtype=dtype, device=device), taps, facts.eos_ids)
+
+    @classmethod
+    def check(cls, facts: TargetFacts) -> None:
+        """Refuse a target that cannot be decoded with.
+
+        Raises:
+            UserError: see check_plain_attention.
+        """
+        check_plain_attention(load_config(facts.folder), facts.name)
 
     @classmethod
     def around(cls, model: Any, stop_ids: Sequence[int], taps: Sequence[int] = ()) -> "DecodingTarget":
