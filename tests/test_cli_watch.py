@@ -205,3 +205,9 @@ def test_bad_input(run: Path, tmp_path: Path, watch: Callable[..., Ran]) -> None
             assert (status, out) == (2, ""), arguments
             assert err.startswith(f"error: {sentence}"), (arguments, err)
             assert err.count("\n") == 1
+
+
+def test_every_key_is_documented(run: Path, watch: Callable[..., Ran]) -> None:
+    _, out, _ = watch(run, "--once", "--json")
+    text = (Path(__file__).parent.parent / "docs" / "watch.md").read_text()
+    assert [key for key in json.loads(out) if f"`{key}`" not in text] == []

@@ -88,6 +88,8 @@ def test_a_shorter_file_is_another_one(run: Path, tmp_path: Path) -> None:
     (run / "events.jsonl").write_bytes(b"short\n")
     looks = following.looks()
     with closing(looks):
+        assert next(looks).trouble is None
+        assert contents(tmp_path / "copy") == {"events.jsonl": b""}  # so that its reader begins anew
         next(looks)
     assert contents(tmp_path / "copy") == contents(run)
 

@@ -86,7 +86,10 @@ def refusals(tmp_path: Path) -> list[tuple[dict[str, Any], str]]:
             {"rows": [([5, 6, 7], 0)]},
             r"of the 1 rows of .*held \(evaluate\.held_out\) none begins with tokens that are",
         ),
-        ({"prompts": str(long)}, r"line 1 .*\(evaluate\.prompts\) has 505 tokens and evaluate\.max_new_tokens is 8"),
+        (
+            {"prompts": str(long)},
+            r"long\.jsonl:1 \(evaluate\.prompts\) has 505 tokens and evaluate\.max_new_tokens is 8",
+        ),
         ({"prompts": str(tmp_path / "none.jsonl")}, r"none\.jsonl"),
         ({"rows": HELD, "max_new_tokens": 1}, r"evaluate\.max_new_tokens must be at least 2, got 1"),
         ({"rows": HELD, "device": "cuda:7"}, r"evaluate\.device names cuda:7"),

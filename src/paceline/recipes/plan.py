@@ -31,7 +31,9 @@ def plan_epoch(what: Path, overrides: list[str], *, seed: int | None, console: C
     share = coverage(mixture, anchors_per_sample=train.anchors_per_sample, epochs=train.epochs)
     print_buckets(buckets, console)
     _print_losses(lost, share, train, console)
-    memory = {"memory": plan_memory(run, console), "evaluator": _evaluator(run, console)} if run else {}
+    memory = {"memory": plan_memory(run, console)} if run else {}
+    if run and run.evaluate.device is not None:
+        memory["evaluator"] = _evaluator(run, console)
     return {
         **buckets.as_dict(),
         "datasets": _rows_of_datasets(mixture, console),
@@ -51,8 +53,6 @@ def plan_epoch(what: Path, overrides: list[str], *, seed: int | None, console: C
 
 
 def _evaluator(run: RunSettings, console: Console) -> dict[str, Any] | None:
-    if run.evaluate.device is None:
-        return None
     from paceline.recipes.evaluator_memory import plan_evaluator  # late, because it needs torch
 
     return plan_evaluator(run, target_folder(run.target), console)
