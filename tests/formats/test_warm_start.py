@@ -320,7 +320,15 @@ CONFIGS: dict[str, tuple[Any, str]] = {
     ),
     "scaled embeddings": (
         lambda tree: tree["dflash_config"].update(input_embedding_scale=45.25),
-        r"it sets input_embedding_scale to 45\.25",
+        r"multiplies embeddings by 45\.25, and .* has 1 there\. Take a drafter of this target\.",
+    ),
+    "capped logits": (
+        lambda tree: tree["dflash_config"].update(final_logit_softcapping=30.0),
+        r"caps logits at 30 \(0: not\), and .* has 0 there\.",
+    ),
+    "scaled logits": (
+        lambda tree: tree["dflash_config"].update(output_multiplier=0.25),
+        r"it sets output_multiplier to 0\.25, which drafters here do not follow",
     ),
     "activation": (lambda tree: tree.update(hidden_act="gelu"), r"has the activation 'gelu'"),
     "a size as text": (

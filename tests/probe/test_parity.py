@@ -121,11 +121,12 @@ def test_rope_that_the_target_scales(tiny: TargetFacts, shape: DrafterSettings, 
             def get_text_config(cls) -> Any:
                 return cls
 
-        base_model_prefix = "model"
-        model = None
-
     found = parity.check_rope(shape, tiny, Scaled())
     assert found.text == "theta 10,000 as the target; the target scales its angles (yarn), the drafter does not"
+    kinds = ("sliding_attention", "full_attention")
+    Scaled.config.rope_parameters = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in kinds}
+    found = parity.check_rope(shape, tiny, Scaled())
+    assert found.text == "theta 10,000 as the target's full attention layers; its other layers have their own"
 
 
 @pytest.mark.parametrize(

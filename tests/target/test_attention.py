@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from paceline.records import UserError
 from paceline.target.attention import row_attention
-from paceline.target.model import DecodingTarget, check_plain_attention
+from paceline.target.model import DecodingTarget, check_row_cache
 
 
 @pytest.mark.parametrize("heads", [2, 6])
@@ -40,8 +40,29 @@ def test_rows_read_what_the_mask_lets_them(heads: int, new: int) -> None:
 
 def test_a_model_that_asks_for_another_attention_is_told() -> None:
     states = torch.zeros(1, 2, 1, 8)
-    with pytest.raises(UserError, match="the target's Module asks for s_aux"):
-        row_attention(nn.Module(), states, states, states, None, s_aux=torch.zeros(2))
+    with pytest.raises(UserError, match="the target's Module asks for position_bias"):
+        row_attention(nn.Module(), states, states, states, None, position_bias=torch.zeros(2))
+
+
+@pytest.mark.parametrize("prompt", [True, False])
+def test_capped_scores_and_sinks_are_those_of_the_formula(prompt: bool) -> None:
+    """And a value may have another width than a key."""
+    generator = torch.Generator().manual_seed(1)
+    query, key = (torch.randn(2, n, 5, 8, dtype=torch.float64, generator=generator) for n in (4, 2))
+    value = torch.randn(2, 2, 5, 6, dtype=torch.float64, generator=generator)
+    sinks = torch.randn(4, dtype=torch.float64, generator=generator)
+    bias = torch.full((5, 5), -torch.inf, dtype=torch.float64).triu(1)[None, None]
+    read, _ = row_attention(
+        nn.Module(), query, key, value, None if prompt else bias, scaling=0.3, softcap=1.5, s_aux=sinks
+    )
+    for row in range(2):
+        for head in range(4):
+            for token in range(5):
+                scores = (key[row, head // 2, : token + 1] @ query[row, head, token] * 0.3 / 1.5).tanh() * 1.5
+                shares = torch.cat([scores, sinks[head : head + 1]]).softmax(0)[:-1]
+                torch.testing.assert_close(read[row, token, head], shares @ value[row, head // 2, : token + 1])
+    plain, _ = row_attention(nn.Module(), query, key, value, bias, scaling=0.3)
+    assert plain.shape == read.shape == (2, 5, 4, 6)
 
 
 def _config(**more: object) -> LlamaConfig:
@@ -82,12 +103,12 @@ def test_a_target_around_a_loaded_model_reads_as_the_model_does() -> None:
 )
 def test_a_rotary_embedding_that_looks_at_the_batch_is_refused(rope: dict[str, Any], limit: str, advice: str) -> None:
     with pytest.raises(UserError) as refused:
-        check_plain_attention(_config(rope_parameters={"rope_theta": 1e4, **rope}), "x")
+        check_row_cache(_config(rope_parameters={"rope_theta": 1e4, **rope}), "x")
     assert str(refused.value).startswith(
         f"Target x has rope_parameters.rope_type {rope['rope_type']} in config.json, which turns all rows of a batch "
         f"by other angles once one is longer than {limit} tokens: decoding with it is not supported yet. {advice}"
     )
-    check_plain_attention(_config(), "x")
+    check_row_cache(_config(), "x")
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ from paceline.observe.console import Console
 from paceline.records import Completion
 from paceline.runtime.devices import device_name
 from paceline.runtime.linear import twin
+from paceline.target.conventions import find_conventions
 from paceline.target.load import describe, load_causal, load_tokenizer
 from paceline.target.model import DecodingTarget
 
@@ -158,7 +159,9 @@ def _random(work: Work) -> Models:
 def _ours(models: Models, work: Work) -> dict[str, Side]:
     taps = models.meta.settings.taps
     target = DecodingTarget.around(twin(models.model), models.stop_ids, taps)
-    ends = FrozenEnds(models.model.get_input_embeddings().weight, models.model.get_output_embeddings().weight)
+    does = find_conventions(models.model.config.get_text_config(), type(models.model).__name__)
+    tables = (models.model.get_input_embeddings().weight, models.model.get_output_embeddings().weight)
+    ends = FrozenEnds(*tables, does.embed_scale, does.logit_cap)
     slots = reach_for(max(map(len, models.prompts)) + work.tokens)
 
     def side(drafts: Drafts | None) -> Side:

@@ -59,6 +59,9 @@ def versions() -> dict[str, str | None]:
     return packages
 
 
+_NO_RULES = {"embed_scale": 1.0, "logit_cap": 0.0}  # of drafters that were written before there were any
+
+
 @dataclass(frozen=True, slots=True)
 class DrafterMeta:
     """What a drafter needs besides its weights to be built, served and checked."""
@@ -71,6 +74,8 @@ class DrafterMeta:
     vocab_size: int
     max_positions: int
     steps: int
+    embed_scale: float = 1.0  # what the target does at its ends, and its drafter, too (see drafter/ends.py)
+    logit_cap: float = 0.0
 
     def tree(self) -> dict[str, Any]:
         """Return it as plain data."""
@@ -84,7 +89,7 @@ class DrafterMeta:
             UserError: it is something else.
         """
         try:
-            whole = {**tree, "settings": DrafterSettings.model_validate(tree["settings"])}
+            whole = {**_NO_RULES, **tree, "settings": DrafterSettings.model_validate(tree["settings"])}
             wrong = [one for one in fields(cls) if type(whole[one.name]) is not one.type]
             if not wrong:
                 return cls(**whole)

@@ -12,6 +12,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from paceline.drafter.ends import soft_cap
+
 HeadLoss = tuple[Float[Tensor, ""], Bool[Tensor, " R"], Float[Tensor, "R H"]]
 
 
@@ -21,19 +23,24 @@ def head_loss(
     head_VH: Float[Tensor, "V H"],
     labels_R: Int[Tensor, " R"],
     weights_R: Float[Tensor, " R"],
+    cap: float = 0.0,
 ) -> HeadLoss:
     """Return the sum of weight * cross-entropy (nats), which rows' best token is the label, and the sum's gradient.
 
+    `cap` is at which the target's logits are softly capped, 0 for not at all.
     The gradient is that of `hidden_RH`. Matrix products run in the head's dtype, the softmax in float32 or wider;
     autocast is not to be on.
     """
     wide = torch.promote_types(head_VH.dtype, torch.float32)
     labels_R1, weights_R1 = labels_R[:, None], weights_R[:, None].to(wide)
-    log_probs_RV = (hidden_RH.to(head_VH.dtype) @ head_VH.T).to(wide).log_softmax(-1)
+    logits_RV = soft_cap((hidden_RH.to(head_VH.dtype) @ head_VH.T).to(wide), cap)
+    log_probs_RV = logits_RV.log_softmax(-1)
     loss = -(log_probs_RV.gather(1, labels_R1) * weights_R1).sum()
     hits_R = log_probs_RV.argmax(-1) == labels_R
     grad_RV = log_probs_RV.exp_()
     grad_RV.scatter_add_(1, labels_R1, torch.full_like(weights_R1, -1))
+    if cap:
+        grad_RV.mul_(1 - (logits_RV / cap) ** 2)
     grad_RH = grad_RV.mul_(weights_R1).to(head_VH.dtype) @ head_VH
     return loss, hits_R, grad_RH.to(hidden_RH.dtype)
 
@@ -45,7 +52,8 @@ def frozen_head_loss(
     weights_N: Float[Tensor, " N"],
     *,
     logits_bytes: int,
-    chunk: Callable[[Tensor, Tensor, Tensor, Tensor], HeadLoss] = head_loss,
+    cap: float = 0.0,
+    chunk: Callable[[Tensor, Tensor, Tensor, Tensor, float], HeadLoss] = head_loss,
 ) -> tuple[Float[Tensor, ""], Bool[Tensor, " N"], Float[Tensor, "N H"]]:
     """Return what `head_loss` does, for any number of rows: at most `logits_bytes` of logits exist at a time.
 
@@ -57,7 +65,7 @@ def frozen_head_loss(
     grad_NH = torch.empty_like(hidden_NH)
     for at in range(0, len(hidden_NH), rows):
         part = slice(at, at + rows)
-        loss, hits_N[part], grad_NH[part] = chunk(hidden_NH[part], head_VH, labels_N[part], weights_N[part])
+        loss, hits_N[part], grad_NH[part] = chunk(hidden_NH[part], head_VH, labels_N[part], weights_N[part], cap)
         losses.append(loss)
     return torch.stack(losses).sum(), hits_N, grad_NH
 

@@ -28,6 +28,8 @@ class ForeignDrafter:
     intermediate_size: int
     rope_theta: float | None
     rms_norm_eps: float | None
+    embed_scale: float = 1.0  # embedding rows times this are what it reads
+    logit_cap: float = 0.0  # its logits are softly capped at this; 0: not at all
     remarks: tuple[str, ...] = ()  # in what its training differs from a drafter's here; each goes on after "it "
 
 

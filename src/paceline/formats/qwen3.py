@@ -47,8 +47,8 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# Keys of targets that scale or cap what drafters here leave as it is; 1 is the same as none.
-_SCALES = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping", "logit_scale")
+# Keys of drafters that scale what drafters here leave as it is; 1 is the same as none.
+_SCALES = ("output_multiplier", "logit_scale")
 
 
 def read_body(config: ConfigFile, dflash: ConfigFile) -> dict[str, Any]:
@@ -74,7 +74,13 @@ def read_body(config: ConfigFile, dflash: ConfigFile) -> dict[str, Any]:
         "intermediate_size": config.needed("intermediate_size"),
         "rope_theta": _rope_theta(config),
         "rms_norm_eps": config.number("rms_norm_eps"),
+        "embed_scale": _either(config, dflash, "input_embedding_scale") or 1.0,
+        "logit_cap": _either(config, dflash, "final_logit_softcapping") or 0.0,
     }
+
+
+def _either(config: ConfigFile, dflash: ConfigFile, key: str) -> float | None:
+    return (dflash if key in dflash else config).number(key)
 
 
 def _rope_theta(config: ConfigFile) -> float | None:

@@ -4,6 +4,7 @@ Sizes decide whether the weights can be used, and taps and rotary base whether t
 token are the user's choice, so a difference there is told and goes on.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +57,15 @@ class WarmStart:
 
 
 def open_warm_start(
-    folder: Path, settings: DrafterSettings, *, target: str, num_layers: int, hidden_size: int, vocab_size: int
+    folder: Path,
+    settings: DrafterSettings,
+    *,
+    target: str,
+    num_layers: int,
+    hidden_size: int,
+    vocab_size: int,
+    embed_scale: float = 1.0,
+    logit_cap: float = 0.0,
 ) -> WarmStart:
     """Return the drafter of a folder; the numbers are the target's. Reads every weight once.
 
@@ -66,6 +75,7 @@ def open_warm_start(
     config = read_config(folder)
     drafter, renamed = _read(config, folder)
     _check_target(folder, drafter, target, num_layers=num_layers, hidden_size=hidden_size, vocab_size=vocab_size)
+    _check_ends(folder, drafter, target, embed_scale, logit_cap)
     _check_settings(folder, drafter, settings)
     parts = find_parts(folder, drafter, renamed)
     own = Drafter(settings, hidden_size).named_parameters()
@@ -100,6 +110,18 @@ def _check_target(
             raise UserError(
                 f"The drafter of {folder} (train.init_from) is for a target {what} {theirs:,}, and {target} "
                 f"(target.model) has {ours:,}. Take a drafter of this target."
+            )
+
+
+def _check_ends(folder: Path, drafter: ForeignDrafter, target: str, embed_scale: float, logit_cap: float) -> None:
+    for what, none, theirs, ours in (
+        ("multiplies embeddings by", "", drafter.embed_scale, embed_scale),
+        ("caps logits at", " (0: not)", drafter.logit_cap, logit_cap),
+    ):
+        if not math.isclose(theirs, ours, rel_tol=1e-3):  # some write a scale as bfloat16 rounds it
+            raise UserError(
+                f"The drafter of {folder} (train.init_from) {what} {theirs:g}{none}, and {target} (target.model) has "
+                f"{ours:g} there. Take a drafter of this target."
             )
 
 

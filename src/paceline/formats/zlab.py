@@ -29,9 +29,15 @@ def zlab_config(meta: DrafterMeta, dtype: torch.dtype) -> dict[str, Any]:
         "dtype": dtype_name(dtype),
         **own,
         "num_target_layers": meta.num_target_layers,
-        "dflash_config": {**own, "causal": False},
+        "dflash_config": {**own, "causal": False, **_ends(meta)},
         **qwen3_body(meta),
     }
+
+
+def _ends(meta: DrafterMeta) -> dict[str, Any]:
+    """Return what the reference does to embedding rows and logits, where that is not nothing."""
+    scale = {"input_embedding_scale": meta.embed_scale} if meta.embed_scale != 1 else {}
+    return scale | ({"final_logit_softcapping": meta.logit_cap} if meta.logit_cap else {})
 
 
 def body_weights(drafter: Drafter, dtype: torch.dtype) -> dict[str, torch.Tensor]:

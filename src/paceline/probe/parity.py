@@ -18,7 +18,7 @@ from torch import Tensor
 from paceline.config import DrafterSettings
 from paceline.drafter.ends import FrozenEnds
 from paceline.drafter.model import rotary
-from paceline.target.load import TargetFacts
+from paceline.target.load import TargetFacts, decoder_of
 
 State = Literal["ok", "off", "unchecked"]
 # The same numbers by other kernels; relative for features, absolute for log-probabilities.
@@ -58,7 +58,7 @@ def rebuilt_logits(
 ) -> Float[Tensor, "T V"]:
     """Return the logits that follow from the captured output of `layer`: through the layers above it, the target's
     final norm and the head that the drafter uses."""
-    body = getattr(model, model.base_model_prefix)
+    body = decoder_of(model)
 
     def put(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         given = feature_TH[None].to(model.device, model.dtype)
@@ -123,15 +123,18 @@ def check_rope(settings: DrafterSettings, facts: TargetFacts, model: Any, positi
     theta = f"theta {settings.rope_theta:,.10g}"
     if settings.rope_theta != facts.rope_theta:
         return Check("rope", "off", f"the drafter has {theta}, the target {facts.rope_theta:,.10g}")
-    body, config = getattr(model, model.base_model_prefix), model.config.get_text_config()
-    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    if "full_attention" in rope:
+        return Check("rope", "ok", f"{theta} as the target's full attention layers; its other layers have their own")
+    kind = rope.get("rope_type", "default")
     if kind != "default":
         return Check(
             "rope", "ok", f"{theta} as the target; the target scales its angles ({kind}), the drafter does not"
         )
     places_1P: Int[Tensor, "1 P"] = torch.arange(positions, device=model.device)[None]
     own = rotary(places_1P, settings.head_dim, settings.rope_theta, torch.float32)
-    table = body.rotary_emb(torch.zeros(1, device=model.device), places_1P)
+    table = decoder_of(model).rotary_emb(torch.zeros(1, device=model.device), places_1P)
     if table[0].shape[-1] != settings.head_dim:
         return Check("rope", "ok", f"{theta} as the target; heads of other widths have other angles")
     errors_P = torch.stack([(a[0, 0] - b[0]).abs().amax(-1) for a, b in zip(own, table, strict=True)]).amax(0)

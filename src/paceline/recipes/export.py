@@ -111,8 +111,14 @@ def _target_of_ends(run: Path, meta: DrafterMeta) -> TargetFacts:
     """Return the target whose embedding and head are copied.
 
     Raises:
-        UserError: it is not where it was, or another one is.
+        UserError: it is not where it was, or another one is, or the layout cannot say what it does.
     """
+    if meta.embed_scale != 1 or meta.logit_cap:
+        raise UserError(
+            f"The speculators layout has no key for what {meta.target} does at its ends (embeddings times "
+            f"{meta.embed_scale:g}, logits capped at {meta.logit_cap:g}; 0: not), and without it the drafter in {run} "
+            "is not accepted. Export with --format zlab."
+        )
     facts = describe(meta.target)
     if facts.revision != meta.target_revision:
         raise UserError(

@@ -47,18 +47,26 @@ def init(
 
 
 def drafter_for(facts: TargetFacts, *, mask_token_id: int, **changes: Any) -> DrafterSettings:
-    """Return a drafter with the target's head shape, MLP width and rotary base, and five taps where they fit."""
+    """Return a drafter with the target's MLP width and rotary base, its head shape where drafters can have it, and five
+    taps where they fit."""
     num_taps = 5 if facts.num_layers >= 9 else 3 if facts.num_layers >= 6 else 1
     shape = {
         "taps": default_taps(facts.num_layers, num_taps),
         "mask_token_id": mask_token_id,
-        "heads": facts.heads,
-        "kv_heads": facts.kv_heads,
-        "head_dim": facts.head_dim,
+        **_heads(facts),
         "intermediate_size": facts.intermediate_size,
         "rope_theta": facts.rope_theta,
     }
     return DrafterSettings.model_validate(shape | changes)
+
+
+def _heads(facts: TargetFacts) -> dict[str, int]:
+    """Return the target's head shape, or where its attention is of another kind (latent, wide heads, turned in part)
+    that of published drafters of such targets: 32 heads of 128 with 8 for keys and values, fewer for narrow targets."""
+    if facts.own_head_shape:
+        return {"heads": facts.heads, "kv_heads": facts.kv_heads, "head_dim": facts.head_dim}
+    heads = min(32, 1 << max(0, (facts.hidden_size // 64).bit_length() - 1))
+    return {"heads": heads, "kv_heads": max(1, heads // 4), "head_dim": 128}
 
 
 def pipeline_for(gpus: list[str], **changes: Any) -> PipelineSettings:

@@ -10,7 +10,7 @@ from paceline.data.manifest import Origin
 from paceline.data.mixture import Coverage, Mixture, coverage, first_table, open_mixture
 from paceline.data.plan import BucketTable
 from paceline.observe.console import Console
-from paceline.recipes.plan_memory import plan_memory, target_folder
+from paceline.recipes.plan_memory import check_target, plan_memory, target_folder
 from paceline.records import UserError
 
 
@@ -21,6 +21,8 @@ def plan_epoch(what: Path, overrides: list[str], *, seed: int | None, console: C
         UserError: the input cannot be read, or an argument does not go with its kind.
     """
     run = None if what.is_dir() else _run_settings(what, overrides, seed)
+    if run:
+        check_target(run)
     settings, train = (run.data, run.train) if run else _folder_settings(what, overrides, seed)
     began = time.perf_counter()
     mixture = open_mixture(settings)

@@ -1,4 +1,4 @@
-"""The part of `paceline plan` about memory: what a drafter rank of RUN.yaml needs on its GPU."""
+"""The part of `paceline plan` about the target: whether it can be followed, and what memory a drafter rank needs."""
 
 from collections import Counter
 from pathlib import Path
@@ -55,8 +55,7 @@ def _sizes_of_target(target: TargetSettings, console: Console) -> dict[str, Any]
     except UserError as error:
         _not_estimated(str(error), console)
         return None
-    missing = [key for key in ("hidden_size", "vocab_size") if not isinstance(getattr(config, key, None), int)]
-    if missing:
+    if missing := _missing(config):
         _not_estimated(f"{folder / 'config.json'} does not describe a decoder: no {' and no '.join(missing)}", console)
         return None
     tied = bool(getattr(config, "tie_word_embeddings", False))
@@ -67,6 +66,31 @@ def _sizes_of_target(target: TargetSettings, console: Console) -> dict[str, Any]
         )
         tied = False
     return {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size, "tied": tied}
+
+
+def _missing(config: Any) -> list[str]:
+    return [key for key in ("hidden_size", "vocab_size") if not isinstance(getattr(config, key, None), int)]
+
+
+def check_target(run: RunSettings) -> None:
+    """Refuse a target whose drafter `train` would refuse; one that is not here, or not readable, is left to `train`.
+
+    Raises:
+        UserError: drafters here do not follow what its architecture does, or it does not go with the data's layout.
+    """
+    from paceline.recipes.target_checks import check_data
+    from paceline.target.conventions import find_conventions
+    from paceline.target.load import load_config
+
+    folder = target_folder(run.target)
+    if folder is None:
+        return
+    try:
+        config = load_config(folder)
+    except UserError:  # the estimate of memory says so
+        return
+    if not _missing(config):
+        check_data(find_conventions(config, run.target.model), run.data, run.target.model)
 
 
 def _has_head(folder: Path) -> bool:

@@ -13,6 +13,7 @@ from paceline.data.set_aside import check_vocabulary
 from paceline.data.store import CompletionDataset, find_token
 from paceline.drafter.attention import TILE, fits_tiles
 from paceline.observe.console import Console
+from paceline.recipes.target_checks import check_data
 from paceline.records import UserError
 from paceline.runtime.compiling import Policy
 from paceline.runtime.devices import check_device
@@ -69,6 +70,7 @@ def check_inputs(
     if settings.evaluate.device is not None:
         check_device(settings.evaluate.device, "evaluate.device")
     check_taps(settings.drafter.taps, facts)
+    check_data(facts.conventions, settings.data, facts.name)
     if settings.drafter.rope_theta != facts.rope_theta:
         raise UserError(
             f"drafter.rope_theta must be the target's, {facts.rope_theta:g}, got {settings.drafter.rope_theta:g}."

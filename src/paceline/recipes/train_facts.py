@@ -45,6 +45,8 @@ def drafter_meta(settings: DrafterSettings, facts: TargetFacts, steps: int) -> D
         vocab_size=facts.vocab_size,
         max_positions=facts.max_positions,
         steps=steps,
+        embed_scale=facts.conventions.embed_scale,
+        logit_cap=facts.conventions.logit_cap,
     )
 
 

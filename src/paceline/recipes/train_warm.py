@@ -24,6 +24,8 @@ def warm_start(settings: RunSettings, facts: TargetFacts, console: Console) -> W
         num_layers=facts.num_layers,
         hidden_size=facts.hidden_size,
         vocab_size=facts.vocab_size,
+        embed_scale=facts.conventions.embed_scale,
+        logit_cap=facts.conventions.logit_cap,
     )
     console.line(f"  starting from the {warm.layout} drafter in {warm.folder}")
     for note in warm.notes:

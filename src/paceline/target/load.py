@@ -9,7 +9,6 @@ import json
 import math
 import os
 import re
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,10 +21,7 @@ from torch import nn
 
 from paceline.drafter.ends import FrozenEnds
 from paceline.records import UserError
-
-# transformers builds a model under process-wide switches (default dtype, patched initialisers, meta device). Two roles
-# that build at once leave each other with wrong dtypes, untied heads or weights on the meta device.
-_BUILDING = threading.Lock()
+from paceline.target.conventions import BUILDING, Conventions, find_conventions
 
 # Said each time: where it is not, transformers asks whoever sits at the terminal whether to run a target's own code.
 _FROM: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
@@ -48,6 +44,8 @@ class TargetFacts:
     rope_theta: float
     max_positions: int
     eos_ids: tuple[int, ...]
+    conventions: Conventions
+    own_head_shape: bool  # whether heads, kv_heads and head_dim are those of attention as drafters have it
 
 
 def resolve(model: str, revision: str | None = None) -> Path:
@@ -102,11 +100,6 @@ def describe(model: str, revision: str | None = None) -> TargetFacts:
     """Return the facts of a target; reads its config and the headers of its weight files."""
     folder = resolve(model, revision)
     config = load_config(folder)
-    for key in ("final_logit_softcapping", "logits_scaling", "logit_scale", "embedding_multiplier", "embed_scale"):
-        if getattr(config, key, None) not in (None, 1, 1.0):
-            raise UserError(f"Target {model} sets {key} in config.json, which drafters here do not follow yet.")
-    if str(config.model_type).startswith("gemma"):
-        raise UserError(f"Target {model} is a {config.model_type}, which scales its embeddings: not supported yet.")
     _tensor_files(folder)  # a damaged file is named before anything is built
     try:
         heads = config.num_attention_heads
@@ -120,10 +113,13 @@ def describe(model: str, revision: str | None = None) -> TargetFacts:
             heads=heads,
             kv_heads=getattr(config, "num_key_value_heads", None) or heads,
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-            intermediate_size=config.intermediate_size,
+            # Targets that are experts only have no width of their own: three times the model's, as published drafters.
+            intermediate_size=getattr(config, "intermediate_size", None) or 3 * config.hidden_size,
             rope_theta=float(_rope_theta(config)),
             max_positions=config.max_position_embeddings,
             eos_ids=_eos_ids(folder, config),
+            conventions=find_conventions(config, model),
+            own_head_shape=_plain_heads(config),
         )
     except AttributeError as error:
         raise UserError(f"{folder / 'config.json'} does not describe a decoder with attention: {error}.") from None
@@ -132,13 +128,21 @@ def describe(model: str, revision: str | None = None) -> TargetFacts:
 def load_config(folder: Path) -> Any:
     """Return the text decoder's configuration."""
     from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     try:
-        return AutoConfig.from_pretrained(folder, **_FROM).get_text_config()
+        whole = AutoConfig.from_pretrained(folder, **_FROM)
+        text = whole.get_text_config()
     except Exception as error:
         _check_own_code(folder / "config.json")
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{folder / 'config.json'} cannot be read as a model configuration: {reason}") from None
+    if whole.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise UserError(
+            f"A target must be a language model that writes from left to right, and transformers knows none of the "
+            f"model_type {whole.model_type} in {folder / 'config.json'}. Use another target."
+        )
+    return text
 
 
 def architectures(folder: Path) -> list[str]:
@@ -197,9 +201,11 @@ def load_trunk(
     """
     from transformers import AutoModel
 
-    trunk = _load(AutoModel, facts, dtype, device, on_loaded)
+    trunk = decoder_of(_load(AutoModel, facts, dtype, device, on_loaded))
     del trunk.layers[deepest_tap + 1 :]
-    trunk.norm = nn.Identity()  # the last output is a raw layer output, as the taps are
+    for name, _ in [*trunk.named_children()]:
+        if "norm" in name:  # the final one, by any name: what comes before the layers only scales (see conventions)
+            setattr(trunk, name, nn.Identity())  # the last output is a raw layer output, as the taps are
     return trunk
 
 
@@ -218,15 +224,19 @@ def _load(
     on_loaded: Callable[[float], None] = lambda share: None,
 ) -> Any:
     _quiet()
-    with _BUILDING, _bars_told_to(on_loaded):
-        model = kind.from_pretrained(
-            facts.folder, dtype=dtype, attn_implementation="sdpa", use_safetensors=True, **_FROM
-        )
+    with BUILDING, _bars_told_to(on_loaded):
+        # No attention is named: transformers takes sdpa, or eager where an architecture's attention is more than that.
+        model = kind.from_pretrained(facts.folder, dtype=dtype, use_safetensors=True, **_FROM)
         model.eval().requires_grad_(False).to(device)
-    body = getattr(model, model.base_model_prefix, model)
-    if not isinstance(getattr(body, "layers", None), nn.ModuleList):
+    if not isinstance(getattr(decoder_of(model), "layers", None), nn.ModuleList):
         raise UserError(f"Target {facts.name} ({type(model).__name__}) has no list of decoder layers to tap.")
     return model
+
+
+def decoder_of(model: Any) -> Any:
+    """Return the text decoder of a transformers model, which may also hold a head or a vision tower."""
+    body = getattr(model, model.base_model_prefix, model)
+    return body if hasattr(body, "layers") else model.get_decoder()
 
 
 def _quiet() -> None:
@@ -264,20 +274,22 @@ def load_ends(facts: TargetFacts) -> FrozenEnds:
     from transformers import AutoModelForCausalLM
 
     config = load_config(facts.folder)
-    with _BUILDING, torch.device("meta"):
+    with BUILDING, torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     embed = skeleton.get_input_embeddings().weight
     # The first of a tied pair's names is the embedding's; only that one is in the file.
     embed_name = next(name for name, p in skeleton.named_parameters() if p is embed)
-    head_name = next((n for n in ("lm_head.weight", "model.lm_head.weight") if n in _tensor_files(facts.folder)), None)
+    files = _tensor_files(facts.folder)
+    head_name = next((f"{place}lm_head.weight" for place in _PLACES if f"{place}lm_head.weight" in files), None)
     embed_VH = _read_tensor(facts.folder, embed_name)
+    does = {"scale": facts.conventions.embed_scale, "cap": facts.conventions.logit_cap}
     if head_name is None:
         if not skeleton.config.tie_word_embeddings:
             raise UserError(f"Target folder {facts.folder} has no lm_head.weight although its config does not tie it.")
-        return FrozenEnds(embed_VH, embed_VH)
+        return FrozenEnds(embed_VH, embed_VH, **does)
     head_VH = _read_tensor(facts.folder, head_name)
     # A file may hold both although the config ties them; what is in the file counts, as for transformers.
-    return FrozenEnds(embed_VH, embed_VH if torch.equal(embed_VH, head_VH) else head_VH)
+    return FrozenEnds(embed_VH, embed_VH if torch.equal(embed_VH, head_VH) else head_VH, **does)
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:
@@ -289,6 +301,10 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
         except SafetensorError as error:
             raise UserError(f"{path} is damaged: {error}. Fetch or convert the target again.") from None
     return files
+
+
+# Before a decoder's names in files: its own, or those of models that also see.
+_PLACES = ("model.", "", "model.language_model.", "language_model.model.", "language_model.")
 
 
 def weight_entries(folder: Path, *, deepest: int | None = None) -> int:
@@ -306,13 +322,16 @@ def weight_entries(folder: Path, *, deepest: int | None = None) -> int:
 
 def _read_tensor(folder: Path, name: str) -> torch.Tensor:
     files = _tensor_files(folder)
-    found = name if name in files else name.removeprefix("model.")
-    if found not in files:
+    found = next(
+        (place + name.removeprefix("model.") for place in _PLACES if place + name.removeprefix("model.") in files), ""
+    )
+    if not found:
         raise UserError(f"Target folder {folder} has no tensor {name} in its *.safetensors files.")
     with safe_open(files[found], framework="pt") as tensors:
         return tensors.get_tensor(found)
 
 
+_WIDEST_HEAD = 128  # of published drafters; wider heads of their targets they do not inherit
 _SAMPLED = 1 << 16  # bytes of weights at either end of a file that a fingerprint reads
 
 
@@ -333,8 +352,18 @@ def fingerprint(folder: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def _rope_theta(config: Any) -> float:
+def _plain_heads(config: Any) -> bool:
+    """Return whether queries and keys are heads as a drafter has them: not latent, gated or turned in part only."""
     rope = getattr(config, "rope_parameters", None) or {}
+    partial = rope.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None))
+    latent = getattr(config, "kv_lora_rank", None) is not None
+    return not latent and partial in (None, 1, 1.0) and (getattr(config, "head_dim", None) or 0) <= _WIDEST_HEAD
+
+
+def _rope_theta(config: Any) -> float:
+    """Return the rotary base; of the full attention layers where kinds of layers have bases of their own."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)
     return rope.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0
 
 

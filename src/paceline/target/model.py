@@ -10,15 +10,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from paceline.blocks import context_positions
+from paceline.drafter.ends import soft_cap
 from paceline.records import TokenBatch, UserError
 from paceline.runtime.linear import use_onednn
 from paceline.target import attention
 from paceline.target.cache import RowCache
-from paceline.target.load import TargetFacts, load_causal, load_config, load_trunk
+from paceline.target.conventions import ATTENTION, find_conventions, rope_of_batch
+from paceline.target.load import TargetFacts, decoder_of, load_causal, load_config, load_trunk
+from paceline.target.self_check import check_decoding, plain_logits
 
 
 def check_taps(taps: Sequence[int], facts: TargetFacts) -> None:
@@ -71,7 +74,8 @@ class FeatureTarget:
     ) -> None:
         """Load it; see load_trunk."""
         check_taps(taps, facts)
-        self.device = torch.device(device)
+        self.device, self.vocab_size = torch.device(device), facts.vocab_size
+        self._which = tuple(taps)
         self._trunk = load_trunk(facts, max(taps), dtype=dtype, device=device, on_loaded=on_loaded)
         self._taps = Taps(self._trunk.layers, taps)
 
@@ -84,16 +88,36 @@ class FeatureTarget:
         """
         ids_RS = _to(tokens.input_ids, self.device)
         places_T = _to(tokens.places_T, self.device)
-        positions_RS = None
+        positions_RS, mask = None, None
         if tokens.packed:
             positions_RS = torch.zeros_like(ids_RS)
             positions_RS[0, : tokens.num_tokens] = context_positions(tokens.lengths).to(self.device)
+            mask = self._samples_apart(positions_RS)
         try:
-            self._trunk(ids_RS, position_ids=positions_RS, use_cache=False)
+            self._trunk(ids_RS, attention_mask=mask, position_ids=positions_RS, use_cache=False)
         except BaseException:
             self._taps.forget()
             raise
         return self._taps.take().flatten(0, 1)[places_T]
+
+    def _samples_apart(self, positions_1S: Int[Tensor, "1 S"]) -> Any:
+        """Return a mask that keeps the samples of a row apart, None where transformers makes it of the positions.
+
+        Architectures with eager attention only do not all hand it the positions (gpt-oss does not).
+        """
+        kinds, window = attention_kinds(self._trunk.config)
+        if self._trunk.config._attn_implementation != "eager" or not set(kinds) <= set(ATTENTION):
+            return None
+        place_S = torch.arange(positions_1S.shape[1], device=self.device)
+        start_S = place_S - positions_1S[0]
+        seen_SS = (place_S <= place_S[:, None]) & (start_S == start_S[:, None])
+        return biases(seen_SS[None, None], place_S[None], kinds, window, self._trunk.dtype)
+
+    @torch.inference_mode()
+    def captured_and_listed(self, ids: Sequence[int]) -> tuple[Float[Tensor, "T D"], Tensor]:
+        """Return a sample's features, and the hidden states that transformers lists for the tapped layers."""
+        out = self._trunk(torch.tensor([list(ids)], device=self.device), use_cache=False, output_hidden_states=True)
+        return self._taps.take()[0], torch.cat([out.hidden_states[tap + 1][0] for tap in self._which], dim=-1)
 
 
 def _to(tensor: Tensor, device: torch.device) -> Tensor:
@@ -110,21 +134,24 @@ class DecodingTarget:
     def __init__(self, facts: TargetFacts, taps: Sequence[int], *, dtype: torch.dtype, device: str) -> None:
         check_taps(taps, facts)
         self.check(facts)
-        self._hold(load_causal(facts, dtype=dtype, device=device), taps, facts.eos_ids)
+        model = load_causal(facts, dtype=dtype, device=device)
+        plain = plain_logits(model)
+        self._hold(model, taps, facts.eos_ids)
+        check_decoding(self, plain, facts.name)
 
     @classmethod
     def check(cls, facts: TargetFacts) -> None:
         """Refuse a target that cannot be decoded with.
 
         Raises:
-            UserError: see check_plain_attention.
+            UserError: see check_row_cache.
         """
-        check_plain_attention(load_config(facts.folder), facts.name)
+        check_row_cache(load_config(facts.folder), facts.name)
 
     @classmethod
     def around(cls, model: Any, stop_ids: Sequence[int], taps: Sequence[int] = ()) -> "DecodingTarget":
         """Return a target made of a transformers model that is loaded already, and changes how it computes."""
-        check_plain_attention(model.config.get_text_config(), type(model).__name__)
+        check_row_cache(model.config.get_text_config(), type(model).__name__)
         target = cls.__new__(cls)
         target._hold(model, taps, tuple(stop_ids))
         return target
@@ -136,7 +163,10 @@ class DecodingTarget:
         config = model.config.get_text_config()
         self.max_positions: int = config.max_position_embeddings
         self.vocab_size: int = config.vocab_size
-        self._body = getattr(model, model.base_model_prefix)
+        self._cap = find_conventions(config, type(model).__name__).logit_cap
+        self._kinds, self._window = attention_kinds(config)
+        self._body = decoder_of(model)
+        self._head = model.get_output_embeddings()
         self._taps = Taps(self._body.layers, taps)
         self._num_taps = len(taps)
 
@@ -153,8 +183,8 @@ class DecodingTarget:
         cache.aim_at_start(rows_R)
         positions_RT = torch.arange(ids_RT.shape[1], device=self.device).expand_as(ids_RT)
         # By place, not by name: transformers renamed the cache argument in 5.24.
-        hidden_RTH = self._body(ids_RT, None, positions_RT, cache, use_cache=True)[0]
-        logits_RV = self.model.lm_head(hidden_RTH[torch.arange(len(ids_RT), device=self.device), last_R])
+        hidden_RTH = self._body(ids_RT, self._prompt_bias(positions_RT[:1]), positions_RT, cache, use_cache=True)[0]
+        logits_RV = self._logits(hidden_RTH[torch.arange(len(ids_RT), device=self.device), last_R])
         return logits_RV, self._taps.take() if self._num_taps else None
 
     @torch.no_grad()
@@ -172,29 +202,65 @@ class DecodingTarget:
         `reach` is how many cache slots are read (more than every position). Features are None where no layer is tapped.
         """
         seen_R1TS = cache.aim(first_row, positions_RT, reach)
-        # Made once here, and not from a mask of truth values in every layer.
-        bias_R1TS = torch.zeros_like(seen_R1TS, dtype=self.model.dtype).masked_fill(~seen_R1TS, -torch.inf)
-        hidden_RTH = self._body(ids_RT, bias_R1TS, positions_RT, cache, use_cache=True)[0]
-        return self.model.lm_head(hidden_RTH), self._taps.take() if self._num_taps else None
+        hidden_RTH = self._body(ids_RT, self._bias(seen_R1TS, positions_RT), positions_RT, cache, use_cache=True)[0]
+        return self._logits(hidden_RTH), self._taps.take() if self._num_taps else None
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return soft_cap(self._head(hidden), self._cap)
+
+    def _bias(self, seen_R1TS: Bool[Tensor, "R 1 T S"], places_RT: Int[Tensor, "R T"]) -> Any:
+        return biases(seen_R1TS, places_RT, self._kinds, self._window, self.model.dtype)
+
+    def _prompt_bias(self, positions_1T: Int[Tensor, "1 T"]) -> Any:
+        """Return `_bias` of a prompt that reads itself; None, which is faster, where no window is shorter than it."""
+        width = positions_1T.shape[1]
+        if self._kinds == ("full_attention",) or width <= self._window:
+            return None
+        return self._bias((positions_1T[0] <= positions_1T[0, :, None])[None, None], positions_1T)
 
 
-def check_plain_attention(config: Any, name: str) -> None:
+def biases(
+    seen_R1TS: Bool[Tensor, "R 1 T S"],
+    places_RT: Int[Tensor, "R T"],
+    kinds: Sequence[str],
+    window: int,
+    dtype: torch.dtype,
+) -> Any:
+    """Return what is added to the scores of tokens at these places: a tensor where all layers are of one kind, else one
+    for each kind, as transformers takes them. Made once for all layers, and not from truth values in each."""
+    made: dict[str, Tensor] = {}
+    for kind in kinds:
+        seen = seen_R1TS
+        if kind == "sliding_attention":  # the window counts the token that looks
+            slot_S = torch.arange(seen.shape[-1], device=seen.device)
+            seen = seen & (slot_S > places_RT[:, None, :, None] - window)
+        made[kind] = torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, -torch.inf)
+    return made if len(made) > 1 else next(iter(made.values()))
+
+
+def attention_kinds(config: Any) -> tuple[tuple[str, ...], int]:
+    """Return the kinds of a decoder's attention layers, and how many tokens a sliding one sees (0: there is none)."""
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    kinds = set(getattr(config, "layer_types", None) or [ATTENTION[1] if window else ATTENTION[0]])
+    return tuple(sorted(kinds)), window or 0
+
+
+def check_row_cache(config: Any, name: str) -> None:
     """Refuse what the row cache cannot do.
 
     Raises:
-        UserError: some layer is not full attention, or the rotary embedding depends on the longest row of a batch.
+        UserError: some layer is not attention, or the rotary embedding depends on the longest row of a batch.
     """
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    if kinds != {"full_attention"} or window:
+    kinds, window = attention_kinds(config)
+    others = [kind for kind in kinds if kind not in ATTENTION or (kind == "sliding_attention" and not window)]
+    if others:
         raise UserError(
-            f"Target {name} has layers that are not plain full attention ({sorted(kinds)}, sliding_window "
-            f"{window}); decoding with it is not supported yet."
+            f"Target {name} has layers that are not attention over keys and values by position ({', '.join(others)}), "
+            "whose state cannot be taken back when drafts are rejected: decoding with it is not supported. Let a "
+            "server decode (--server), or use another target."
         )
-    rope = getattr(config, "rope_parameters", None) or {}
-    kind = rope.get("rope_type", "default")
-    if kind in ("dynamic", "longrope"):
-        limit = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+    kind, limit = rope_of_batch(config)
+    if limit:
         advice = "Use a target whose rope_type is default, linear, llama3 or yarn."
         if kind == "dynamic":  # plain up to the limit
             advice = f"For texts up to {limit:,} tokens set it to default in a copy of the target."

@@ -15,6 +15,7 @@ from paceline.target.feature_cache import FeatureCache
 from paceline.target.halves import halves
 from paceline.target.load import TargetFacts, fingerprint
 from paceline.target.model import FeatureTarget
+from paceline.target.self_check import check_features
 
 _IDLE = "waiting for data"
 
@@ -48,11 +49,16 @@ class TargetReplica:
         self._deliver, self._gate, self._on_split, self._on_loaded = deliver, gate, on_split, on_loaded
 
     def load(self) -> None:
-        """Load the weights."""
+        """Load the weights and see that they give what they should.
+
+        Raises:
+            UserError: they do not.
+        """
         self._revision = fingerprint(self._facts.folder)  # of what is loaded now, not of what was looked at before
         self._target = FeatureTarget(
             self._facts, self._taps, dtype=self._dtype, device=self.device, on_loaded=partial(self._on_loaded, self)
         )
+        check_features(self._target, self._facts.name, packed=self._largest.packed)
 
     def unload(self) -> None:
         """Let go of the weights; the replica is of no use any more."""

@@ -275,6 +275,7 @@ class DrafterStep:
             own.labels_AB[:, 1:].flatten(),
             weights_AB[:, 1:].flatten(),
             logits_bytes=self.settings.logits_mib << 20,
+            cap=self.ends.cap,
             chunk=self._head_loss,
         )
         gradients = torch.autograd.grad(hidden_NH, self._leaves, grad_NH)
