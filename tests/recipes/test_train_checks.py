@@ -14,6 +14,7 @@ from paceline.observe.console import Console
 from paceline.recipes import train_checks
 from paceline.recipes.train_checks import check_inputs, check_run_folder
 from paceline.records import UserError
+from paceline.target.conventions import Conventions
 from paceline.target.load import TargetFacts
 
 Check = Callable[..., None]
@@ -39,15 +40,19 @@ def check(settings: RunSettings, tiny: TargetFacts, tmp_path: Path) -> Check:
         mask: int = 3,
         origin: dict[str, Any] | None = None,
         held_out: CompletionDataset | None = None,
+        conventions: Conventions | None = None,
+        layout: str = "trimmed",
         **manifest: Any,
     ) -> None:
         drafter = settings.drafter.model_copy(update={"mask_token_id": mask})
         mixture: Mixture = open_mixture(settings.data)
         second = mixture.datasets[1]
         second.manifest = replace(second.manifest, origin=replace(second.manifest.origin, **origin or {}), **manifest)
-        changed = settings.model_copy(update={"drafter": drafter})
+        data = settings.data.model_copy(update={"layout": layout})
+        changed = settings.model_copy(update={"drafter": drafter, "data": data})
+        facts = replace(tiny, conventions=conventions or tiny.conventions)
         # Named as the settings do: the facts of the fixture carry the same folder.
-        check_inputs(changed, tiny, mixture, Console(json=False), held_out)
+        check_inputs(changed, facts, mixture, Console(json=False), held_out)
 
     return run
 
@@ -58,6 +63,13 @@ def test_ids_are_not_read_where_the_manifest_says_enough(check: Check, monkeypat
 
     monkeypatch.setattr(train_checks, "find_token", never)
     check()
+
+
+def test_a_layout_in_which_samples_would_change_one_another(check: Check) -> None:
+    check(layout="packed")
+    check(conventions=Conventions(memory=("conv",)))
+    with pytest.raises(UserError, match=r"data.layout packed lays samples end to end, and .* has layers \(conv\)"):
+        check(conventions=Conventions(memory=("conv",)), layout="packed")
 
 
 def test_another_mask_token_is_looked_for_in_every_dataset(

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from families import FAMILIES, save
+from target_matrix import batch_of
 
 from paceline.config import DataSettings, RunSettings
 from paceline.drafter.ends import FrozenEnds
@@ -17,11 +18,14 @@ from paceline.recipes import plan_memory
 from paceline.recipes.init import drafter_for, init
 from paceline.recipes.target_checks import check_data
 from paceline.records import UserError
+from paceline.runtime.gate import Gate
 from paceline.target import model as model_module
 from paceline.target import self_check
 from paceline.target.conventions import Conventions, find_conventions
+from paceline.target.feature_cache import NoCache
 from paceline.target.load import TargetFacts, describe
 from paceline.target.model import DecodingTarget, FeatureTarget
+from paceline.target.replica import TargetReplica
 
 SMALL: dict[str, Any] = {
     "vocab_size": 128,
@@ -125,6 +129,31 @@ def test_samples_that_see_one_another_are_found_without_a_word_of_the_configurat
     self_check.check_features(target, "x", packed=False)
     with pytest.raises(UserError, match=r"the same alone and in a batch \(data.layout packed\)"):
         self_check.check_features(target, "x", packed=True)
+
+
+def test_a_replica_tries_what_it_loads(places: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of their own when it loads, a shared row when the first one comes."""
+    samples = [torch.arange(5, 15), torch.arange(20, 26)]
+    replica = TargetReplica(
+        0,
+        "cpu",
+        facts=describe(str(places["LFM2"])),
+        taps=(0, 2),
+        dtype=torch.float32,
+        wire=torch.float32,
+        largest=batch_of(samples, packed=True),
+        source=iter(()),
+        cache=NoCache(),
+        deliver=lambda _batch: True,
+        gate=Gate(),
+        on_split=lambda *_: None,
+    )
+    replica.load()
+    with pytest.raises(UserError, match=r"alone and in a batch \(data.layout packed\)"):
+        replica.warm()
+    monkeypatch.setattr(FeatureTarget, "captured_and_listed", lambda *_: (torch.zeros(2, 2), torch.ones(2, 2)))
+    with pytest.raises(UserError, match="Features must be the hidden states"):
+        replica.load()
 
 
 def test_an_eager_architecture_that_does_not_keep_samples_apart_is_made_to(

@@ -79,12 +79,17 @@ class FeatureTarget:
         self._trunk = load_trunk(facts, max(taps), dtype=dtype, device=device, on_loaded=on_loaded)
         self._taps = Taps(self._trunk.layers, taps)
 
-    @torch.inference_mode()
     def features(self, tokens: TokenBatch) -> Float[Tensor, "T D"]:
-        """Return the real tokens' features, samples end to end. Padding is on the right, where causality hides it.
+        """Return a micro-batch's features."""
+        return self.read(tokens)
 
-        Samples that share a row do not see one another: positions start anew with each, and from positions that do not
-        go on (and no mask) transformers makes an attention mask of diagonal blocks. Padding is a sample a token.
+    @torch.inference_mode()
+    def read(self, tokens: TokenBatch) -> Float[Tensor, "T D"]:
+        """Return the real tokens' features, samples end to end; also of what is only tried at load.
+
+        Padding is on the right, where causality hides it. Samples that share a row
+        do not see one another: positions start anew with each, and from positions that do not go on (and no mask)
+        transformers makes an attention mask of diagonal blocks. Padding is a sample a token.
         """
         ids_RS = _to(tokens.input_ids, self.device)
         places_T = _to(tokens.places_T, self.device)

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from paceline import blocks
-from paceline.records import FeatureBatch, RunError, TokenBatch
+from paceline.records import FeatureBatch, RunError, TokenBatch, UserError
 from paceline.runtime.gate import Gate
 from paceline.target.feature_cache import FeatureCache
 from paceline.target.halves import halves
@@ -58,7 +58,12 @@ class TargetReplica:
         self._target = FeatureTarget(
             self._facts, self._taps, dtype=self._dtype, device=self.device, on_loaded=partial(self._on_loaded, self)
         )
-        check_features(self._target, self._facts.name, packed=self._largest.packed)
+        check_features(self._target, self._facts.name, packed=False)
+        self._unpackable: UserError | None = None
+        try:
+            check_features(self._target, self._facts.name, packed=True)
+        except UserError as error:  # which matters only where samples share a row
+            self._unpackable = error
 
     def unload(self) -> None:
         """Let go of the weights; the replica is of no use any more."""
@@ -121,6 +126,8 @@ class TargetReplica:
             raise _too_large(tokens, error) from error
 
     def _whole(self, tokens: TokenBatch) -> Float[Tensor, "T D"]:
+        if tokens.packed and self._unpackable:
+            raise self._unpackable
         return self._target.features(tokens).to(self._wire)
 
 

@@ -42,11 +42,11 @@ def check_features(target: "FeatureTarget", name: str, *, packed: bool) -> None:
             f"Features must be the hidden states that transformers lists for the tapped layers, and those of {name} "
             "are not: its layers give more or other things than hidden states. Use another target."
         )
-    alone_TD = torch.cat([features_TD, target.features(_batch([short]))])
+    alone_TD = torch.cat([features_TD, target.read(_batch([short]))])
     ways = {"data.layout trimmed": False} | ({"data.layout packed": True} if packed else {})
     for what, in_one_row in ways.items():
         # Padding follows the shorter sample in a row of its own; in a shared row the longer one stands before it.
-        together_TD = target.features(_batch([long, short], packed=in_one_row))
+        together_TD = target.read(_batch([long, short], packed=in_one_row))
         if not _is_near(together_TD, alone_TD):
             raise UserError(
                 f"A sample's features must be the same alone and in a batch ({what}), and those of {name} are not: "
