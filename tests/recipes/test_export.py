@@ -125,3 +125,15 @@ def test_weights_that_are_not_finite_are_not_exported(run: Run) -> None:
 def test_sizes_that_are_none(run: Run, size: str) -> None:
     with pytest.raises(UserError, match="must be a size such as 5GB or 500MB"):
         export(run(), None, max_shard_size=size, **SAID)
+
+
+def test_a_layout_without_a_key_for_the_targets_scale_is_refused_before_anything_is_written(run: Run) -> None:
+    """A target that scales its embeddings, as Gemma does; the z-lab layout says so."""
+    folder = run(embed_scale=8.0, logit_cap=30.0)
+    for write in (lambda: export(folder, None, layout="speculators", **SAID), lambda: export_all(folder, None, **SAID)):
+        with pytest.raises(UserError, match=r"embeddings times 8, logits capped at 30; 0: not\).* --format zlab\.$"):
+            write()
+    assert not list(folder.glob("export*"))
+    export(folder, None, layout="zlab", **SAID)
+    told = json.loads((folder / "export" / "config.json").read_text())["dflash_config"]
+    assert (told["input_embedding_scale"], told["final_logit_softcapping"]) == (8.0, 30.0)

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from paceline.observe.console import Console
 from paceline.observe.reading import read_events
 from paceline.recipes.train import train
 from paceline.recipes.train_stop import StopRequest
+from paceline.recipes.train_warm import warm_start
 from paceline.records import Interrupted, UserError
 from paceline.target.load import TargetFacts
 
@@ -154,3 +156,14 @@ def test_what_cannot_be_used_is_refused_before_the_run_folder_is_made(settings: 
     with pytest.raises(UserError, match=r"given \(train\.init_from\) lacks norm\.weight\."):
         train(tree, console=Console(json=True))
     assert not Path(tree.run_dir).exists()
+
+
+@pytest.mark.parametrize("key", ["embed_scale", "logit_cap"])
+def test_a_drafter_of_a_target_without_this_ones_scale_or_cap_is_refused(
+    settings: Callable[..., RunSettings], tiny: TargetFacts, given: Path, key: str
+) -> None:
+    asked = settings("scaled", init_from=str(given))
+    assert warm_start(asked, tiny, Console(json=True)) is not None
+    scaled = replace(tiny, conventions=replace(tiny.conventions, **{key: 8.0}))
+    with pytest.raises(UserError, match=r"has 8 there\. Take a drafter of this target\."):
+        warm_start(asked, scaled, Console(json=True))

@@ -12,10 +12,12 @@ from families import FAMILIES, save
 from target_matrix import batch_of
 
 from paceline.config import DataSettings, RunSettings
+from paceline.config_file import dump_settings
 from paceline.drafter.ends import FrozenEnds
 from paceline.drafter.loss import head_loss
-from paceline.recipes import plan_memory
+from paceline.observe.console import Console
 from paceline.recipes.init import drafter_for, init
+from paceline.recipes.plan import plan_epoch
 from paceline.recipes.target_checks import check_data
 from paceline.records import UserError
 from paceline.runtime.gate import Gate
@@ -83,8 +85,10 @@ def test_init_plan_and_train_refuse_it_before_anything_is_written(cohere: Path, 
         init(str(cohere), tmp_path / "RUN.yaml", **asked)
     assert not (tmp_path / "RUN.yaml").exists()
     tree = {"run_dir": "r", "target": {"model": str(cohere)}, "drafter": shape.model_dump(), "data": {"dataset": "d"}}
+    planned = tmp_path / "planned.yaml"
+    planned.write_text(dump_settings(RunSettings.model_validate(tree)))
     with pytest.raises(UserError, match="more than to multiply by its head"):
-        plan_memory.check_target(RunSettings.model_validate(tree))
+        plan_epoch(planned, [], seed=None, console=Console(json=False))
     with pytest.raises(UserError, match="more than to multiply by its head"):
         describe(str(cohere))  # which `train` calls first
 
