@@ -82,7 +82,9 @@ class Evaluator:
         self._revision = fingerprint(self._facts.folder)
         shape, numbers = self._settings.drafter, getattr(torch, self._settings.target.dtype)
         target = DecodingTarget(self._facts, shape.taps, dtype=numbers, device=self.device)
-        ends = FrozenEnds(target.model.get_input_embeddings().weight, target.model.lm_head.weight)
+        does = self._facts.conventions
+        tables = (target.model.get_input_embeddings().weight, target.model.get_output_embeddings().weight)
+        ends = FrozenEnds(*tables, does.embed_scale, does.logit_cap)
         self._drafter = Drafter(shape, self._facts.hidden_size).to(self.device, numbers).eval().requires_grad_(False)
         for weight in self._drafter.parameters():
             weight.zero_()
