@@ -20,6 +20,7 @@ from paceline.decode.evaluate import Evaluation
 from paceline.decode.generate import generate
 from paceline.drafter.model import Drafter
 from paceline.observe.console import Console
+from paceline.observe.reading import read_events
 from paceline.pipeline import evaluator as evaluator_module
 from paceline.pipeline.evaluator import Evaluator
 from paceline.pipeline.handover import Handover
@@ -101,8 +102,8 @@ def run(settings: RunSettings) -> tuple[list[dict[str, Any]], dict[str, torch.Te
 
 
 def events(place: Path) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (place / "events.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in event.items() if key != "t"} for event in found]
+    measured = ("t", "since")  # by this process
+    return [{key: value for key, value in event.items() if key not in measured} for event in read_events(place)]
 
 
 def of(found: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:

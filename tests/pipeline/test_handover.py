@@ -24,7 +24,7 @@ def make() -> Make:
 
 
 def report(step: int, accepted: tuple[int, ...], available: tuple[int, ...] = (10, 10)) -> StepReport:
-    return StepReport(step, 0, 1.0, 1.0, accepted, available, 10, 10, 10, 10, 0.1, 1.0, True)
+    return StepReport(step, 0, 1.0, 1.0, accepted, available, 10, 10, 10, 10, 10, 0.1, 1.0, True)
 
 
 def nothing() -> None:

@@ -1,6 +1,7 @@
 """A whole run in threads: the loss curve does not depend on replicas, caches or credits, and faults end it."""
 
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -128,7 +129,7 @@ def test_a_step_without_a_label_is_not_applied_and_named(settings: Any, monkeypa
     place = Path(tree.run_dir)
     events = list(read_events(place))
     not_applied = [event for event in events if event["event"] == "step" and not event["applied"]]
-    assert [(event["loss"], event["blocks"]) for event in not_applied] == [("nan", 0)] * 3
+    assert [(math.isnan(event["loss"]), event["blocks"]) for event in not_applied] == [(True, 0)] * 3
     lines = [json.loads(line) for line in (place / "quarantine.jsonl").read_text().splitlines()]
     assert {row["dataset_row"] for line in lines for row in line["rows"]} == bare
     assert events[-1]["rejected_steps"] == 3

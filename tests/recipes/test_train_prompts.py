@@ -100,7 +100,7 @@ def refusals(tmp_path: Path) -> list[tuple[dict[str, Any], str]]:
 def test_what_is_refused_before_a_model_is_loaded(make: Make, tmp_path: Path) -> None:
     for changes, sentence in refusals(tmp_path):
         with pytest.raises(UserError, match=sentence):
-            open_inputs(make(**changes), Console(json=True))
+            open_inputs(make(**changes), Console(json=True), lambda stage: None)
 
 
 def test_a_device_without_room_is_refused(make: Make, tiny: TargetFacts, monkeypatch: pytest.MonkeyPatch) -> None:
