@@ -38,6 +38,22 @@ def watch(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -
     return run
 
 
+@pytest.fixture
+def ended_status() -> Callable[..., int]:
+    """Run a command into a pipe that nobody reads and return its exit status."""
+
+    def run(*arguments: object) -> int:
+        reading, writing = os.pipe()
+        os.close(reading)
+        command = [sys.executable, "-m", "paceline", *map(str, arguments)]
+        ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+        os.close(writing)
+        assert ended.stderr == ""
+        return ended.returncode
+
+    return run
+
+
 def write(run: Path, *events: Event) -> None:
     run.mkdir(exist_ok=True)
     with (run / "events.jsonl").open("a") as file:
@@ -211,3 +227,37 @@ def test_every_key_is_documented(run: Path, watch: Callable[..., Ran]) -> None:
     _, out, _ = watch(run, "--once", "--json")
     text = (Path(__file__).parent.parent / "docs" / "watch.md").read_text()
     assert [key for key in json.loads(out) if f"`{key}`" not in text] == []
+
+
+def test_a_pipe_that_nobody_reads_says_nothing_of_the_run(run: Path, ended_status: Callable[..., int]) -> None:
+    write(run, FINISHED)
+    assert ended_status("watch", run) == 0
+    assert ended_status("watch", run, "--json") == 0
+    with claimed(run):
+        write(run, told("resumed", 1021.0, steps=5, settings={}))
+        assert ended_status("watch", run, "--json") == 3
+
+
+@pytest.mark.parametrize("how", [["--once"], [], ["--once", "--json"], ["--json"]])
+def test_what_cannot_be_shown_is_no_run_that_failed(run: Path, how: list[str]) -> None:
+    write(run, FINISHED)
+    command = [sys.executable, "-m", "paceline", "watch", str(run), *how]
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("error: ")
+    assert ended.stderr.count("\n") == 1
+    assert "No space left on device" in ended.stderr
+
+
+def test_events_that_are_nested_too_deep(tmp_path: Path, watch: Callable[..., Ran]) -> None:
+    ends = set()
+    for depth in range(300, 1000, 20):  # how deep is too deep depends on who calls
+        nested = json.dumps(told("machine", 1000.0, x=0)).replace('"x": 0', f'"x": {"[" * depth}{"]" * depth}')
+        run = tmp_path / str(depth)
+        run.mkdir()
+        (run / "events.jsonl").write_text(f"{nested}\n")
+        status, _, err = watch(run, "--once", "--json")
+        assert err == "" if status == 1 else err.startswith("error: Events of ") and err.count("\n") == 1
+        ends.add(status)
+    assert ends == {1, 2}

@@ -8,7 +8,7 @@ import typer
 
 from paceline.cli_options import AsJson, finish, plain
 from paceline.observe.console import Console
-from paceline.records import UserError
+from paceline.records import RunError, UserError
 
 
 def watch(
@@ -56,15 +56,22 @@ def watch(
         show = Once(console)
     else:
         show = Panel(console) if terminal else PlainLines(console)
-    status = recipe(
-        find_place(run, via),
-        show,
-        interval_s=interval,
-        once=once,
-        ask=terminal and not once and sys.stdin.isatty(),
-        for_people=not json,
-        stay=web,
-    )
+    place, ask = find_place(run, via), terminal and not once and sys.stdin.isatty()
+    try:
+        status = recipe(place, show, interval_s=interval, once=once, ask=ask, for_people=not json, stay=web)
+    except RunError as error:  # what cannot be shown must not look like a run that failed
+        raise UserError(str(error)) from None
+    except RecursionError:
+        raise UserError(
+            f"Events of {run} are not as docs/events.md has them, they are nested too deep: was the file changed, or "
+            "written by something else than paceline?"
+        ) from None
+    except OSError as error:
+        name = f"{error.filename}: " if error.filename else ""
+        raise UserError(
+            f"What is seen of the run cannot be shown or kept: {name}{error.strerror or error}. Send the output "
+            "somewhere else; TMPDIR names where copies are kept."
+        ) from None
     raise typer.Exit(status)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from paceline.observe import reading
 from paceline.observe.reading import EventTail, read_events, rotated_name
 from paceline.records import UserError
 
@@ -105,13 +107,13 @@ def test_a_rename_at_the_worst_moment_loses_nothing(
         put(path, line("three"))
 
     if between == "open":
-        opened: Callable[..., Any] = Path.open
+        opened: Callable[..., Any] = reading._opened
 
-        def late(self: Path, *how: Any) -> Any:
+        def late(path: Path) -> Any:
             rotate()
-            return opened(self, *how)
+            return opened(path)
 
-        monkeypatch.setattr(Path, "open", late)
+        monkeypatch.setattr(reading, "_opened", late)
     else:
         full = EventTail._full
         looks = iter((False, True))
@@ -201,3 +203,13 @@ def test_events_of_a_newer_schema_and_a_missing_file_are_refused(tmp_path: Path)
     assert next(events)["event"] == "2"
     with pytest.raises(UserError, match=r"a file is missing, events-000003\.jsonl"):
         next(events)
+
+
+def test_what_might_never_end_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "events.jsonl")
+    with pytest.raises(UserError, match=r"^A run's events are in a file, but .*/events.jsonl is none: copy the whole"):
+        EventTail(tmp_path).poll()
+    (tmp_path / "events.jsonl").rename(tmp_path / "fifo")
+    (tmp_path / "events.jsonl").symlink_to("/dev/null")
+    with pytest.raises(UserError, match=r"^A run's events are in a file, but "):
+        list(read_events(tmp_path))

@@ -135,6 +135,7 @@ def test_a_program_gets_texts_as_they_are(tmp_path: Path) -> None:
         told("sample", 1020.0, roles=3),
         told("started", 1020.0, settings=[1]),
         told("evaluated", 1020.0, tau="high"),
+        told("rolled_back", 1e18),
     ],
 )
 def test_values_of_other_kinds(tmp_path: Path, event: Event) -> None:

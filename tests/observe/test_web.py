@@ -16,13 +16,14 @@ from urllib.parse import urlsplit
 import httpx2
 import pytest
 from starlette.testclient import TestClient
-from told_run import Event, begin, step_event
+from told_run import Event, begin, step_event, told
 
 from paceline import cli
 from paceline.observe import web, web_app
 from paceline.observe.watched import Look, Watched
 from paceline.observe.web import Page
 from paceline.observe.web_app import Feed, application
+from paceline.records import UserError
 
 TOKEN = "the-token"
 
@@ -213,6 +214,16 @@ def test_looks_become_messages(watched: Watched, tmp_path: Path, monkeypatch: py
     assert "settings" not in sent[0]["state"]
     for message in sent:
         assert message["now"] - time.time() == pytest.approx(500, abs=60), "by the clock of the run's machine"
+
+
+def test_values_of_other_kinds_do_not_reach_the_page(watched: Watched, tmp_path: Path) -> None:
+    page, look = Page(lambda text: None, title="RUN"), Look(True, time.time())
+    write(tmp_path / "run", told("sample", 1012.0, s=1.0, roles=[], gpus=[None]))
+    try:
+        with pytest.raises(UserError, match=r"^Events of .* are not as docs/events.md has them \(state: "):
+            page.look(watched, look, watched.see(look))
+    finally:
+        page.close()
 
 
 def test_a_page_is_served_until_it_is_closed(watched: Watched) -> None:

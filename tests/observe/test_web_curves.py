@@ -43,12 +43,13 @@ def test_what_is_made_again_replaces_what_was() -> None:
     assert curve.points() == [*((step, 1.0) for step in range(5)), (5, 2.0), (6, 2.0)]
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), "nan", None, "<b>"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 10**400, "nan", None, "<b>"])
 def test_what_is_no_number_has_no_point(value: object) -> None:
     curve = Curve()
     curve.add(1, 3.0)
     curve.add(2, value)
     curve.add("3", 1.0)
+    curve.add(10**400, 1.0)
     assert curve.points() == [(1, 3.0)]
 
 

@@ -126,6 +126,7 @@ class Console:
         try:
             print(text, flush=True)
         except BrokenPipeError:
+            _give_up(sys.stdout)
             raise
         except OSError as error:
             _give_up(sys.stdout)

@@ -8,9 +8,10 @@ came. Files are opened only while they are read.
 import json
 import os
 import re
+import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from paceline.records import UserError
 
@@ -74,7 +75,7 @@ class EventTail:
         while True:
             path = self._next_file()
             try:
-                with path.open("rb") as file:
+                with _opened(path) as file:
                     if path.name == "events.jsonl" and self._full():  # renamed since it was found: this is another one
                         continue
                     if os.fstat(file.fileno()).st_size < self._at:  # not what was read
@@ -142,6 +143,19 @@ def _all(tail: EventTail) -> Iterator[dict[str, Any]]:
     yield from tail._fresh()
     if tail._bad is not None:  # damage: a torn line is not whole, or the next part has begun behind it
         yield tail._bad
+
+
+def _opened(path: Path) -> IO[bytes]:
+    """Open a file of events. A pipe or a device, also behind a link, is none: reading it might never end.
+
+    Raises:
+        UserError: it is no file.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise UserError(f"A run's events are in a file, but {path} is none: copy the whole folder again.")
+    return open(handle, "rb")
 
 
 def _unreadable(path: Path, error: OSError) -> UserError:

@@ -21,6 +21,8 @@ from paceline.records import INTERRUPTED_STATUS, UserError
 # Exit status of `paceline watch` by a run's outcome; a stopped run has that of `paceline train`.
 STATUS = {"finished": 0, "failed": 1, "starting": 3, "running": 3, "interrupted": INTERRUPTED_STATUS}
 _UNDER_WAY = ("starting", "running")
+# What values of other kinds lead to; a time that no calendar has is an OSError.
+_NOT_UNDERSTOOD = (LookupError, ArithmeticError, AttributeError, TypeError, ValueError, RecursionError, OSError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,7 @@ class Watched:
     def _understood(self, what: str) -> Iterator[None]:
         try:
             yield
-        except (LookupError, ArithmeticError, AttributeError, TypeError, ValueError, RecursionError) as error:
+        except _NOT_UNDERSTOOD as error:
             cause = " ".join(str(error).split())[:200]
             raise UserError(
                 f"Events of {self._name} are not as docs/events.md has them ({what}: {cause}): was the file "

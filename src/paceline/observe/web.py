@@ -70,6 +70,7 @@ class Page:
         self._tell(f"{readable(self._title)}: {watched.state.outcome}")
 
     def _message(self, watched: Watched, note: str | None) -> str:
+        watched.panel(width=80)  # values of other kinds than events have are an error here, not in the browser
         state = {key: value for key, value in watched.as_dict().items() if key not in _UNSHOWN}
         shown = {"title": self._title, "note": note, "state": state, "curves": self._curves.as_dict()}
         return json.dumps(_plain({**shown, "now": time.time() + self._ahead_s}))

@@ -1,11 +1,11 @@
 """The curves of a run that its live page draws: few points, however long the run."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 POINTS = 400  # of a curve at most
+_STEPS, _VALUE = 2**53, 1e300  # that a run never reaches; means of more are no numbers any more
 
 
 @dataclass(slots=True)
@@ -28,13 +28,13 @@ class Curve:
     def add(self, steps: Any, value: Any) -> None:
         """Add a value. What was there from that step on goes: it is made again.
 
-        A value that is no finite number has no point.
+        A value that is no finite number, or beyond all that a run has, has no point.
         """
-        if not isinstance(steps, int) or not isinstance(value, int | float):
+        if not isinstance(steps, int) or abs(steps) > _STEPS or not isinstance(value, int | float):
             return
         while self._points and self._points[-1].last >= steps:
             self._points.pop()
-        if not math.isfinite(value):
+        if not abs(value) < _VALUE:  # also nan
             return
         if self._points and self._points[-1].count < self._full:
             last = self._points[-1]

@@ -24,7 +24,7 @@ def watch(
     `ask`: ssh may ask at the terminal. `for_people`: texts are shown by a terminal. `stay`: until Ctrl-C alone.
     """
     how: dict[str, Any] = {"interval_s": interval_s, "once": once, "ask": ask, "for_people": for_people}
-    with _tidy_end(), opened(place, **how) as (watched, looks):
+    with _tidy_end(), opened(place, **how) as (watched, looks), _read_enough():
         seen = False
         try:
             for look in looks:
@@ -40,6 +40,18 @@ def watch(
             show.close()
         show.end(watched)
     return watched.status
+
+
+@contextmanager
+def _read_enough() -> Iterator[None]:
+    """Let a pipe that nobody reads any more end the looks as Ctrl-C does: it says nothing of the run."""
+    try:
+        yield
+    except BrokenPipeError:
+        pass
+    except SystemExit as end:
+        if end.code != 1:  # rich's for such a pipe
+            raise
 
 
 @contextmanager
