@@ -261,3 +261,15 @@ def test_events_that_are_nested_too_deep(tmp_path: Path, watch: Callable[..., Ra
         assert err == "" if status == 1 else err.startswith("error: Events of ") and err.count("\n") == 1
         ends.add(status)
     assert ends == {1, 2}
+
+
+def test_a_terminal_that_has_ascii_alone(run: Path) -> None:
+    write(run, told("failed", 1012.0, message="Пауза."))
+    command = [sys.executable, "-m", "paceline", "watch", str(run), "--once"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "80"}
+    ended = subprocess.run(command, capture_output=True, check=False, env=environment)
+    lines = ended.stdout.decode("ascii").splitlines()
+    assert (ended.returncode, ended.stderr) == (1, b"")
+    assert max(map(len, lines)) <= 80
+    assert any(line.startswith("step 5/100 =") and "=-" in line for line in lines)
+    assert r"\u041f\u0430" in "".join(lines)

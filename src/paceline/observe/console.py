@@ -1,5 +1,6 @@
 """What a person sees while a verb works: stages, a progress bar, tables. Plain lines when not a terminal."""
 
+import codecs
 import errno
 import io
 import os
@@ -19,6 +20,20 @@ from rich.text import Text
 from paceline.records import RunError
 
 PLAIN_EVERY_S = 5.0  # a line at most this often where there is no terminal
+_SPELLED = "paceline.spelled"
+_LETTERS = {"━": "=", "─": "-", "…": "~", "✓": "+", "τ": "tau", "×": "x", "–": "-", "→": ">"}  # as ASCII has them
+
+
+def _spell(error: UnicodeError) -> tuple[str, int]:
+    """Replace what a stream's encoding lacks: our own letters by such as keep a panel's width, others by numbers."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    letters = error.object[error.start : error.end]
+    spelled = (_LETTERS.get(letter) or letter.encode("ascii", "backslashreplace").decode() for letter in letters)
+    return "".join(spelled), error.end
+
+
+codecs.register_error(_SPELLED, _spell)
 
 
 @runtime_checkable
@@ -46,8 +61,8 @@ class Console:
         self._name = "error" if json else "output"
         self._on_lost: Callable[[str], None] | None = None
         stream = self.rich.file
-        if isinstance(stream, io.TextIOWrapper):  # one that has no such letter shows its number, and goes on
-            stream.reconfigure(errors="backslashreplace")
+        if isinstance(stream, io.TextIOWrapper):  # one that has no such letter shows another one, and goes on
+            stream.reconfigure(errors=_SPELLED)
 
     def line(self, text: str) -> None:
         """Print one line."""
