@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from paceline.records import UserError
 from paceline.runtime.gate import Gate
 from paceline.target import model as model_module
 from paceline.target import self_check
-from paceline.target.conventions import Conventions, find_conventions
+from paceline.target.conventions import BUILDING, Conventions, find_conventions
 from paceline.target.feature_cache import NoCache
 from paceline.target.load import TargetFacts, describe
 from paceline.target.model import DecodingTarget, FeatureTarget
@@ -158,6 +159,20 @@ def test_a_replica_tries_what_it_loads(places: dict[str, Path], monkeypatch: pyt
     monkeypatch.setattr(FeatureTarget, "captured_and_listed", lambda *_: (torch.zeros(2, 2), torch.ones(2, 2)))
     with pytest.raises(UserError, match="Features must be the hidden states"):
         replica.load()
+
+
+def test_what_is_loaded_is_tried_while_nobody_builds(places: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who builds switches the process's default dtype."""
+    target = features_of(places["Qwen3"])
+    read, held = target.read, []
+    monkeypatch.setattr(target, "read", lambda tokens: (held.append(BUILDING.locked()), read(tokens))[1])
+    thread = threading.Thread(target=self_check.check_features, args=(target, "x"), kwargs={"packed": True})
+    with BUILDING:
+        thread.start()
+        thread.join(0.2)
+        assert not held
+    thread.join()
+    assert held == [True] * 3
 
 
 def test_an_eager_architecture_that_does_not_keep_samples_apart_is_made_to(

@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -45,7 +45,7 @@ class LineFile:
 
     def write(self, **values: Any) -> str:
         """Append one object, and return its line."""
-        line = json.dumps(_plain({"schema": SCHEMA, "t": round(time.time(), 3), **values}))
+        line = json.dumps(plain({"schema": SCHEMA, "t": round(time.time(), 3), **values}))
         with self._lock:
             if self._closed:
                 raise ValueError(f"{self._path} is closed")
@@ -162,10 +162,10 @@ def _full_disk_waits() -> Iterator[None]:
             raise
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Return a value with the names of numbers that are not finite in their place: nan, inf, -inf."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

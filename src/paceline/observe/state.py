@@ -13,8 +13,8 @@ from paceline.observe.lines import line_of, number
 
 RATE_S = 30.0  # seconds of steps that a rate is of, at least, where there are so many
 SHARE_S = 30.0  # the same of samples, for the sentence on who waits for whom
-_FAULTS = 100  # that are kept, the newest
-_FAULT_EVENTS = {
+_KEPT = 100  # faults, the newest
+FAULTS = {
     "rejected",
     "rolled_back",
     "quarantined",
@@ -103,9 +103,9 @@ class RunState:
         handle = _HANDLERS.get(kind)
         if handle is not None:
             handle(self, event)
-        if kind in _FAULT_EVENTS:
+        if kind in FAULTS:
             self.faults.append({"t": event.get("t"), "event": kind, "message": line_of(event)})
-            del self.faults[:-_FAULTS]
+            del self.faults[:-_KEPT]
 
     @property
     def tokens_per_s(self) -> float | None:

@@ -6,14 +6,14 @@ run, so no reader holds a look, however slow.
 
 import asyncio
 import json
-import math
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
+from paceline.observe.events import plain
 from paceline.observe.watched import Look, Watched, readable
 from paceline.observe.web_curves import Curves
 from paceline.records import UserError
@@ -73,7 +73,7 @@ class Page:
         watched.panel(width=80)  # values of other kinds than events have are an error here, not in the browser
         state = {key: value for key, value in watched.as_dict().items() if key not in _UNSHOWN}
         shown = {"title": self._title, "note": note, "state": state, "curves": self._curves.as_dict()}
-        return json.dumps(_plain({**shown, "now": time.time() + self._ahead_s}))
+        return json.dumps(plain({**shown, "now": time.time() + self._ahead_s}))
 
 
 class _Server:
@@ -161,12 +161,3 @@ def _listen(port: int) -> socket.socket:
             "one, or 0 for any."
         ) from None
     return listener
-
-
-def _plain(value: Any) -> Any:
-    """Return a value with the names of numbers that are not finite in their place, as events have them."""
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -14,7 +14,7 @@ from paceline.observe.console import Console
 from paceline.recipes.train_prompts import Prompts, open_prompts
 from paceline.records import UserError
 from paceline.target.load import TargetFacts, describe, weight_entries
-from paceline.train.memory import sizes_for_tiles, step_memory
+from paceline.train.memory import gib, sizes_for_tiles, step_memory
 
 
 def evaluator_memory(settings: RunSettings, facts: TargetFacts, prompts: Prompts) -> EngineMemory:
@@ -64,10 +64,10 @@ def check_room_on_device(settings: RunSettings, facts: TargetFacts, prompts: Pro
         return
     own, others = evaluator_memory(settings, facts, prompts).total, beside(settings, facts)
     if own + sum(others.values()) > total:
-        with_others = "".join(f", {who} {_gib(size)}" for who, size in others.items())
+        with_others = "".join(f", {who} {gib(size)}" for who, size in others.items())
         raise UserError(
-            f"evaluate.device must have room for the evaluator, which needs about {_gib(own)}, but {device} has "
-            f"{_gib(total)}{' for all: evaluator' + ' ' + _gib(own) + with_others if others else ''}. Use a device of "
+            f"evaluate.device must have room for the evaluator, which needs about {gib(own)}, but {device} has "
+            f"{gib(total)}{' for all: evaluator' + ' ' + gib(own) + with_others if others else ''}. Use a device of "
             f"its own, or lower evaluate.rows ({evaluate.rows}) or evaluate.max_new_tokens ({evaluate.max_new_tokens})."
         )
 
@@ -98,7 +98,7 @@ def plan_evaluator(settings: RunSettings, folder: Path | None, console: Console)
     rows = [(name, f"{size / 2**30:.2f}") for name, size in [*memory.parts().items(), ("total", memory.total)]]
     console.table("", ("part", "GiB"), rows)
     for who, size in others.items():
-        console.line(f"  {who} is on {device} too" + (f" and needs about {_gib(size)} there" if size else ""))
+        console.line(f"  {who} is on {device} too" + (f" and needs about {gib(size)} there" if size else ""))
     return {**memory.as_dict(), "device": device, "beside": others}
 
 
@@ -110,7 +110,3 @@ def _step_memory(settings: RunSettings, facts: TargetFacts) -> Any:
 
 def _itemsize(dtype: DType) -> int:
     return 2 if dtype == "bfloat16" else 4
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB"

@@ -249,7 +249,7 @@ def _quiet() -> None:
 
 @contextmanager
 def _bars_told_to(on_loaded: Callable[[float], None]) -> Iterator[None]:
-    """Let a function learn what transformers would show as a bar; under _BUILDING: all threads share the hook."""
+    """Let a function learn what transformers would show as a bar; under BUILDING: all threads share the hook."""
     from transformers.utils import logging
 
     def told(factory: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:

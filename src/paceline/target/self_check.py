@@ -6,7 +6,8 @@ what transformers itself computes, and what samples give together against what e
 Shapes: T tokens, V vocabulary, D = m * H.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from paceline.records import BlockSet, TokenBatch, UserError
+from paceline.target.conventions import BUILDING
 
 if TYPE_CHECKING:
     from paceline.target.model import DecodingTarget, FeatureTarget
@@ -26,6 +28,14 @@ _LONG, _SHORT = 24, 5  # tokens of the two samples
 _READ = 17  # tokens of the longer one that decoding reads as a prompt
 
 
+@contextmanager
+def _nobody_builds() -> Iterator[None]:
+    """Roles load beside one another, and whoever builds switches the process's default dtype."""
+    with BUILDING:
+        yield
+
+
+@_nobody_builds()
 @torch.inference_mode()
 def check_features(target: "FeatureTarget", name: str, *, packed: bool) -> None:
     """Hold captured features against transformers' own hidden states, and samples in a batch against each alone.
@@ -54,6 +64,7 @@ def check_features(target: "FeatureTarget", name: str, *, packed: bool) -> None:
             )
 
 
+@_nobody_builds()
 @torch.no_grad()
 def plain_logits(model: Any) -> Float[Tensor, "T V"]:
     """Return what a transformers model says of the tokens that `check_decoding` asks for."""
@@ -61,6 +72,7 @@ def plain_logits(model: Any) -> Float[Tensor, "T V"]:
     return model(torch.tensor([long], device=model.device), use_cache=False).logits[0]
 
 
+@_nobody_builds()
 def check_decoding(target: "DecodingTarget", plain_TV: Float[Tensor, "T V"], name: str) -> None:
     """Hold the logits of a prompt and of a block behind it, read over the row cache, against a plain forward's.
 

@@ -174,7 +174,7 @@ def advice(
         changed = train.model_copy(update=changes)
         return step_memory(drafter, changed, hidden_size=hidden_size, vocab_size=vocab_size, tied=tied)
 
-    there = f"can have {_gib(room)} of the device's {_gib(total)} (others hold the rest)"
+    there = f"can have {gib(room)} of the device's {gib(total)} (others hold the rest)"
     compile_it, lower = "Set train.policy to compiled or captured", "Lower"
     rules = sizes_for_tiles(drafter, train)
     if rules:
@@ -185,16 +185,16 @@ def advice(
     now, usable = memory(), int(_USABLE * room)
     if policy == "eager":
         # Sizes that fit when compiled say nothing of an eager step, so they are named with the policy alone.
-        said = f"Policy eager needs more memory than a compiled step, which needs about {_gib(now.total)}; it {there}"
+        said = f"Policy eager needs more memory than a compiled step, which needs about {gib(now.total)}; it {there}"
         if now.total <= usable:
             return f"{said}. {compile_it}."
         goal, lower = usable, f"{compile_it} and lower"
     else:
-        said = f"The step needs about {_gib(now.total)} at its peak ({_largest(now)}) and {there}"
+        said = f"The step needs about {gib(now.total)} at its peak ({_largest(now)}) and {there}"
         if now.total <= usable:
             said += ", which should do but did not"
         elif now.total <= room:
-            said += f", of which about {_gib(usable)} are of use: the rest goes to gaps between blocks"
+            said += f", of which about {gib(usable)} are of use: the rest goes to gaps between blocks"
         # What ran out although it should fit must become smaller all the same.
         goal = min(usable, int(0.9 * now.total))
     options = _options(drafter, train, lambda **changes: memory(**changes).total, goal)
@@ -202,7 +202,7 @@ def advice(
         return f"{said}. {lower} {options}."
     least = memory(anchor_slots=_anchor_unit(drafter), context_slots=TILE, logits_mib=1).total
     return (
-        f"{said}. The smallest micro-batch there is needs {_gib(least)}, nearly all of it for weights, gradients, "
+        f"{said}. The smallest micro-batch there is needs {gib(least)}, nearly all of it for weights, gradients, "
         f"moments, embedding and head. {lower} drafter.layers, or use a device with more memory in pipeline.drafters."
     )
 
@@ -302,8 +302,9 @@ def _largest_multiple(unit: int, below: int, goal: int, needs: Callable[[int], i
 def _largest(memory: StepMemory) -> str:
     """Return the four largest parts in words."""
     parts = sorted(memory.parts().items(), key=lambda part: -part[1])[:4]
-    return ", ".join(f"{name} {_gib(size)}" for name, size in parts)
+    return ", ".join(f"{name} {gib(size)}" for name, size in parts)
 
 
-def _gib(size: int) -> str:
+def gib(size: int) -> str:
+    """Return bytes in GiB."""
     return f"{size / 2**30:.1f} GiB"

@@ -14,31 +14,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float
 
-from paceline.observe.state import RunState
+from paceline.observe.state import FAULTS, RunState
 
-# What a page lists with its time: faults, guards, and what went on behind an end.
-FAULTS = (
-    "rejected",
-    "rolled_back",
-    "replica_failed",
-    "replica_hung",
-    "batch_split",
-    "quarantined",
-    "memory_growth",
-    "recompile",
-    "checkpoint_failed",
-    "checkpoint_skipped",
-    "disk_full",
-    "console_lost",
-    "disagreement",
-    "evaluation_skipped",
-    "evaluator_failed",
-    "tracker_failed",
-    "unreadable",
-    "resumed",
-    "failed",
-    "interrupted",
-)
+# What a page lists with its time: faults and guards, what went on behind an end, and what was left out.
+LISTED = FAULTS | {"unreadable", "resumed", "interrupted", "checkpoint_skipped", "evaluation_skipped"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +86,7 @@ class History:
         if kind == "resumed":
             self._resume(whole(event.get("steps")), t)
         self.last = max(self.last, t)
-        if kind in FAULTS or (kind == "on_end" and event.get("message")):
+        if kind in LISTED or (kind == "on_end" and event.get("message")):
             self.faults.append(dict(event))
         if isinstance(kind, str) and (take := _TAKES.get(kind)):
             take(self, event, self.at(t))

@@ -90,14 +90,6 @@ def gib(count: float | None) -> str:
     return "–" if count is None or not math.isfinite(count) else f"{count / 2**30:,.2f} GiB"
 
 
-def size(count: int) -> str:
-    """Return bytes in the unit that fits."""
-    for unit, of in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= of:
-            return f"{count / of:,.1f} {unit}"
-    return f"{count:,.0f} bytes"
-
-
 def duration(seconds: float) -> str:
     """Return a length of time in its two largest units."""
     if seconds < 60:

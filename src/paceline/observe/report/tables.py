@@ -4,10 +4,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.observe.lines import line_of
+from paceline.observe.lines import line_of, size
 from paceline.observe.report.files import Evaluation
 from paceline.observe.report.history import number
-from paceline.observe.report.parts import Missing, Run, Table, duration, figures, gib, length, moment, share, size
+from paceline.observe.report.parts import Missing, Run, Table, duration, figures, gib, length, moment, share
 
 _NO_FAULTS = ("resumed", "checkpoint_skipped", "evaluation_skipped")  # listed among them, and not counted as such
 _MOST = 200  # faults of a kind that are listed: the first half and the last half
