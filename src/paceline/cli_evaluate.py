@@ -115,12 +115,8 @@ def evaluate(
         served = evaluate_server(run, source, asking, asked, console=console, target=target)
         return finish(console, json, served, server_text(served))
     assert run is not None, "only a server goes without"
-    how: dict[str, Any] = {
-        "device": choose_device(device),
-        "dtype": dtype or "float32",
-        "moved_to": target,
-        "checkpoint": checkpoint,
-    }
+    where = choose_device(device)
+    how: dict[str, Any] = {"device": where, "dtype": dtype or "float32", "moved_to": target, "checkpoint": checkpoint}
     if probe:
         return _probe(run, source, asking, console, json, **how)
     timed = 8 if timed_prompts is None else timed_prompts

@@ -85,7 +85,6 @@ def train_in_threads(
     history = start.state["guard"] if start else None
     guards = [Guard(settings.guard, settings.train.clip, history) for _ in pipeline.drafters]
     roll_back = Rollback(settings, saver=saver, meeting=meeting, gate=gate, tell=told.on_rolled_back, warn=told.warn)
-
     evaluator = Evaluator(settings, facts, plan, gate=gate, stopping=stopping) if plan else None
 
     def between_steps(step: DrafterStep, steps: int, last: bool) -> None:
@@ -136,35 +135,58 @@ def train_in_threads(
         settled.enter_context(forbid_recompiles())
         saver.begin()
         told.on_ready()
-        settled.enter_context(sampler.under_way())
+        settled.enter_context(_sampler(settings, supervisor, channel, told.on_sample).under_way())
 
-    targets: list[Role] = [*replicas.first, *([evaluator] if evaluator else [])]
-    stacks = Path(settings.run_dir) / "stacks.txt"
-    care: Care = EvaluatorCare(evaluator, replicas, stacks) if evaluator else replicas
-    supervisor = Supervisor(
-        [*targets, *ranks],
-        threads=[pipeline.target_threads] * len(targets) + [pipeline.drafter_threads] * len(ranks),
-        release=release,
-        ended=(Closed, BrokenBarrierError),
-        on_state=told.on_state,
-        gate=gate,
-        on_ready=all_ready,
-        care=care,
-        watch=Watch(pipeline.work_timeout_s, pipeline.ready_timeout_s, moving=moving),
-    )
-    sampler = Sampler(
-        settings.observe.sample_s,
-        roles=lambda: [Seen(role.name, role.device, state, pulse) for role, state, pulse in supervisor.under_way()],
-        queue_bytes=lambda: channel.waiting_bytes,
-        queue_limit_bytes=channel.limit_bytes,
-        gpus=GpuReader(settings.devices).read,
-        tell=told.on_sample,
+    supervisor = _supervisor(
+        settings, replicas, evaluator, ranks, gate=gate, told=told, release=release, on_ready=all_ready, moving=moving
     )
     if policy != "eager":
         warm_compiler(pipeline.drafters[0])
     with closing(cache), closing(ahead), settled:
         _run(supervisor, ranks[0], guards[0], start, saver, settings)
     return ranks[0].drafter, sum(rank.recompiles for rank in ranks)
+
+
+def _supervisor(
+    settings: RunSettings,
+    replicas: Replicas,
+    evaluator: Evaluator | None,
+    ranks: Sequence[DrafterRank],
+    *,
+    gate: Gate,
+    told: Listeners,
+    release: Callable[[], None],
+    on_ready: Callable[[], None],
+    moving: Callable[[], object],
+) -> Supervisor:
+    pipeline = settings.pipeline
+    targets: list[Role] = [*replicas.first, *([evaluator] if evaluator else [])]
+    stacks = Path(settings.run_dir) / "stacks.txt"
+    care: Care = EvaluatorCare(evaluator, replicas, stacks) if evaluator else replicas
+    return Supervisor(
+        [*targets, *ranks],
+        threads=[pipeline.target_threads] * len(targets) + [pipeline.drafter_threads] * len(ranks),
+        release=release,
+        ended=(Closed, BrokenBarrierError),
+        on_state=told.on_state,
+        gate=gate,
+        on_ready=on_ready,
+        care=care,
+        watch=Watch(pipeline.work_timeout_s, pipeline.ready_timeout_s, moving=moving),
+    )
+
+
+def _sampler(
+    settings: RunSettings, supervisor: Supervisor, channel: OrderedChannel, tell: Callable[..., None]
+) -> Sampler:
+    return Sampler(
+        settings.observe.sample_s,
+        roles=lambda: [Seen(role.name, role.device, state, pulse) for role, state, pulse in supervisor.under_way()],
+        queue_bytes=lambda: channel.waiting_bytes,
+        queue_limit_bytes=channel.limit_bytes,
+        gpus=GpuReader(settings.devices).read,
+        tell=tell,
+    )
 
 
 def _run(

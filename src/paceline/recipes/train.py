@@ -98,15 +98,9 @@ def _run(
         view,
     ):
         totals = Totals(**start.state["totals"]) if start else Totals()
+        flops = partial(step_flops, settings, inputs.facts)
         teller = Teller(
-            settings,
-            total_steps,
-            totals,
-            flops=partial(step_flops, settings, inputs.facts),
-            events=events,
-            quarantine=quarantine,
-            stages=stages,
-            best=best,
+            settings, total_steps, totals, flops=flops, events=events, quarantine=quarantine, stages=stages, best=best
         )
         guard = GuardTeller(inputs.mixture, quarantine=quarantine, events=events)
         tell_begin(events, settings, inputs, start, warm, best)
@@ -125,12 +119,7 @@ def _run(
         saver = Saver(
             run,
             settings.checkpoint,
-            describe=lambda: {
-                **fixed,
-                "totals": teller.state(),
-                "best": best.state(),
-                "evaluation": acceptance.state(),
-            },
+            describe=partial(_described, fixed, teller, best, acceptance),
             tell=teller.on_save,
             stopping=stop,
             best=best,
@@ -183,3 +172,8 @@ def _run(
         summary |= {"quarantined_rows": len(aside), **acceptance.summary()}
         events.write("trained", **summary)
     return summary
+
+
+def _described(fixed: dict[str, Any], teller: Teller, best: Best, acceptance: TrueAcceptance) -> dict[str, Any]:
+    """Return what a checkpoint says beside its tensors."""
+    return {**fixed, "totals": teller.state(), "best": best.state(), "evaluation": acceptance.state()}
