@@ -5,6 +5,7 @@ import os
 import signal
 import stat
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -136,3 +137,19 @@ def test_after_a_stop_it_gets_what_is_left_of_the_grace(tmp_path: Path) -> None:
 def test_what_is_no_command_is_refused(wrong: Any) -> None:
     with pytest.raises(ValidationError, match="on_end|must be a command"):
         ObserveSettings.model_validate({"on_end": wrong})
+
+
+def test_a_long_wait_is_explained_and_ctrl_c_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attending, "SAID_S", 0.05)
+    lines: list[str] = []
+    begun = time.monotonic()
+    with (
+        EventLog(tmp_path / "run") as log,
+        attended(ObserveSettings(on_end="sleep 30"), tmp_path / "run", log, grace_s=60.0, tell=lines.append),
+    ):
+        log.write("trained", drafter="d", train_steps=1)
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    assert time.monotonic() - begun < 15
+    assert lines[0] == "  waiting for observe.on_end to end, 60 s at most; Ctrl-C ends the wait"
+    assert lines[1].startswith("  observe.on_end (sleep) is still running after ")
+    assert list(read_events(tmp_path / "run"))[-1]["event"] == "on_end"

@@ -405,3 +405,32 @@ def test_damaged_files_and_links_are_told(folder: Path, tmp_path: Path) -> None:
 )
 def test_numbers_in_words(say: Callable[[Any], str], value: Any, text: str) -> None:
     assert say(value) == text
+
+
+def _run_of(folder: Path, *told: dict[str, Any]) -> Path:
+    """Return a run that told no more than this."""
+    events = ({"schema": 1, "t": 1.0, **event} for event in ({"event": "started", "settings": {}}, *told))
+    return write_events(folder / "run", events)
+
+
+@pytest.mark.parametrize(
+    ("event", "what"),
+    [
+        ({"event": "sample", "s": None, "roles": []}, "sample"),
+        ({"event": "step", "step": "ten"}, "step"),
+        ({"event": "plan", "steps": 3, "buckets": [{"low": "a", "high": 8}]}, "figures and tables"),
+        ({"event": "quarantined", "row": "x", "dataset": "d", "detail": "y"}, "quarantined"),
+    ],
+)
+def test_events_with_values_of_other_kinds_are_refused_in_a_sentence(
+    tmp_path: Path, event: dict[str, Any], what: str
+) -> None:
+    run = _run_of(tmp_path, event)
+    with pytest.raises(UserError, match=rf"Events of {run} are not as docs/events.md has them \({what}: "):
+        report_page(open_runs([run]))
+
+
+def test_a_measurement_that_is_no_number_leaves_a_gap(tmp_path: Path) -> None:
+    run = _run_of(tmp_path)
+    (run / "evaluation.json").write_text('{"tau": 1e999, "train_steps": 3}')
+    assert "evaluation.json" in report_page(open_runs([run]))

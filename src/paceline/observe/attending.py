@@ -1,7 +1,8 @@
 """Who attends a run besides the console: its trackers, and the command that is run when it ends."""
 
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 from paceline.config import ObserveSettings
 from paceline.observe.events import EventLog
 from paceline.observe.on_end import WAIT_S, OnEnd, check_command
-from paceline.observe.trackers import END_S, Trackers, check_trackers
+from paceline.observe.trackers import END_S, TITLES, Trackers, check_trackers
 
+SAID_S = 2.0  # after that a wait is explained
 _LEAST_S = 2.0  # the trackers' even where a stop has used up its time
 
 
@@ -41,8 +43,34 @@ def attended(
         yield
     finally:
         now = time.monotonic()
-        trackers.end(min(now + END_S, max(stop.until, now + _LEAST_S)))
-        on_end.end(min(now + WAIT_S, stop.until))
+        waits = [
+            (
+                trackers.end,
+                min(now + END_S, max(stop.until, now + _LEAST_S)),
+                [TITLES[one] for one in settings.trackers],
+            ),
+            (on_end.end, min(now + WAIT_S, stop.until), ["observe.on_end"] if settings.end_command else []),
+        ]
+        for end, until, names in waits:
+            with _said(names, until - now, tell):
+                try:
+                    end(until)
+                except KeyboardInterrupt:  # the run is over: only the wait ends
+                    end(now)
+
+
+@contextmanager
+def _said(names: Sequence[str], most_s: float, tell: Callable[[str], None]) -> Iterator[None]:
+    """Say what is waited for, where the block takes so long that a person asks."""
+    text = f"  waiting for {', '.join(names)} to end, {most_s:.0f} s at most; Ctrl-C ends the wait"
+    timer = threading.Timer(SAID_S, tell, [text])
+    timer.daemon = True
+    if names and most_s > 2 * SAID_S:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class _Stop:

@@ -47,6 +47,7 @@ class OnEnd:
         self._variables |= {"RUN": str(self._run), "STEP": "0"}
         self._process: subprocess.Popen[bytes] | None = None
         self._ended = False
+        self._started = 0.0  # the command, by the monotonic clock
         self._log = self._run / "on_end.log"
 
     def follow(self, event: dict[str, Any]) -> None:
@@ -66,12 +67,11 @@ class OnEnd:
         """Wait for the command until the time (monotonic) at most, then leave it alone; tell what became of it."""
         if self._process is None:
             return
-        began = time.monotonic()
         try:
-            status = self._process.wait(max(until - began, 0))
+            status = self._process.wait(max(until - time.monotonic(), 0))
         except subprocess.TimeoutExpired:
             self._process.returncode = 0  # it is not ours any more
-            self._say(f"is still running after {time.monotonic() - began:.0f} s and is left alone", None)
+            self._say(f"is still running after {time.monotonic() - self._started:.0f} s and is left alone", None)
             return
         if status:
             self._say(f"ended with status {status}, see {self._log}", status)
@@ -81,6 +81,7 @@ class OnEnd:
     def _start(self) -> None:
         given = {f"PACELINE_{name}": _plain(value) for name, value in self._variables.items()}
         try:
+            self._started = time.monotonic()
             self._log.unlink(missing_ok=True)  # an earlier part's, or a link to somewhere else
             with self._log.open("xb") as log:
                 # A session of its own: it outlives this process, and Ctrl-C in the terminal.

@@ -10,6 +10,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -137,6 +138,27 @@ class EventTail:
         else:
             self._t = event["t"]
             yield event
+
+
+# What values of other kinds lead to; a time that no calendar has is an OSError.
+_OTHER_KINDS = (LookupError, ArithmeticError, AttributeError, TypeError, ValueError, RecursionError, OSError)
+
+
+@contextmanager
+def understood(name: str, what: str) -> Iterator[None]:
+    """Refuse events of the run `name` whose values are of other kinds than docs/events.md has them.
+
+    Raises:
+        UserError: something in the block, which deals with `what` of them, could not be done for that.
+    """
+    try:
+        yield
+    except _OTHER_KINDS as error:
+        cause = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"Events of {name} are not as docs/events.md has them ({what}: {cause}): was the file changed, or written "
+            "by something else than paceline?"
+        ) from None
 
 
 def _all(tail: EventTail) -> Iterator[dict[str, Any]]:

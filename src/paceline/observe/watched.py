@@ -14,15 +14,13 @@ from rich.console import RenderableType
 
 from paceline.observe.lines import Lines
 from paceline.observe.panel import panel
-from paceline.observe.reading import EventTail
+from paceline.observe.reading import EventTail, understood
 from paceline.observe.state import RunState
 from paceline.records import INTERRUPTED_STATUS, UserError
 
 # Exit status of `paceline watch` by a run's outcome; a stopped run has that of `paceline train`.
 STATUS = {"finished": 0, "failed": 1, "starting": 3, "running": 3, "interrupted": INTERRUPTED_STATUS}
 _UNDER_WAY = ("starting", "running")
-# What values of other kinds lead to; a time that no calendar has is an OSError.
-_NOT_UNDERSTOOD = (LookupError, ArithmeticError, AttributeError, TypeError, ValueError, RecursionError, OSError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +72,7 @@ class Watched:
         with self._named():
             fresh = self._tail.poll()
         if self._for_people:
-            with self._understood("event"):
+            with understood(self._name, "event"):
                 fresh = [readable(event) for event in fresh]
         for event in fresh:
             self._apply(event)
@@ -85,22 +83,22 @@ class Watched:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the state as plain data, with what only somebody outside knows."""
-        with self._understood("state"):
+        with understood(self._name, "state"):
             state = self.state.as_dict()
         return {**state, "held": self._look.held, "now": self._look.now}
 
     def panel(self, *, width: int, height: int | None = None) -> RenderableType:
         """Return the panel as of the last look."""
-        with self._understood("state"):
+        with understood(self._name, "state"):
             return panel(self.state, now=self._look.now, width=width, height=height)
 
     def line(self, lines: Lines, event: dict[str, Any]) -> str | None:
         """Return the line of an event, if it has one."""
-        with self._understood(str(event["event"])):
+        with understood(self._name, str(event["event"])):
             return lines.of(event)
 
     def _apply(self, event: dict[str, Any]) -> None:
-        with self._understood(str(event["event"])):
+        with understood(self._name, str(event["event"])):
             self.state.apply(event)
 
     def _gone(self, look: Look) -> dict[str, Any]:
@@ -119,17 +117,6 @@ class Watched:
             yield
         except UserError as error:
             raise UserError(str(error).replace(str(self._folder), self._name)) from None
-
-    @contextmanager
-    def _understood(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except _NOT_UNDERSTOOD as error:
-            cause = " ".join(str(error).split())[:200]
-            raise UserError(
-                f"Events of {self._name} are not as docs/events.md has them ({what}: {cause}): was the file "
-                "changed, or written by something else than paceline?"
-            ) from None
 
 
 def readable(value: Any) -> Any:

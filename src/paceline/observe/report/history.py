@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float
 
+from paceline.observe.reading import understood
 from paceline.observe.state import FAULTS, RunState
 
 # What a page lists with its time: faults and guards, what went on behind an end, and what was left out.
@@ -185,13 +186,19 @@ _TAKES: dict[str, Any] = {
 }
 
 
-def history(events: Iterable[Mapping[str, Any]]) -> History:
-    """Return what a page tells of these events, oldest first."""
+def history(events: Iterable[Mapping[str, Any]], name: str = "a run") -> History:
+    """Return what a page tells of these events of the run `name`, oldest first.
+
+    Raises:
+        UserError: an event's values are of other kinds than docs/events.md has them.
+    """
     run = History()
     for event in events:
-        if event.get("event") == "started":  # anew in the same folder
+        kind = str(event.get("event"))
+        if kind == "started":  # anew in the same folder
             run = History()
-        run.apply(event)
+        with understood(name, kind):
+            run.apply(event)
     return run
 
 

@@ -159,7 +159,7 @@ def _evaluations(run: Run) -> list[dict[str, Any]]:
         run,
         label(f"{run.name}: paceline evaluate"),
         [steps for steps, _ in known],
-        [one.tau for _, one in known],
+        plain([one.tau for _, one in known]),
         mode="markers",
         marker={"symbol": "star", "size": 13},
     )

@@ -16,7 +16,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from paceline import __version__
-from paceline.observe.reading import read_events
+from paceline.observe.reading import read_events, understood
 from paceline.observe.report import learning, tables, workings
 from paceline.observe.report.files import look_into
 from paceline.observe.report.history import History, history
@@ -39,7 +39,8 @@ def open_runs(folders: Sequence[Path], tick: Callable[[int], None] = lambda done
     """Return what the folders hold; `tick` gets how many were read.
 
     Raises:
-        UserError: one is not a run's, or there are too many to tell apart.
+        UserError: one is not a run's, its events are not as docs/events.md has them, or there are too many to tell
+            apart.
     """
     if len(folders) > MOST_RUNS:
         raise UserError(f"A report shows at most {MOST_RUNS} runs, got {len(folders)}. Make several.")
@@ -48,9 +49,11 @@ def open_runs(folders: Sequence[Path], tick: Callable[[int], None] = lambda done
         raise UserError("A report takes each run once, but one is named twice. Leave it out.")
     runs = []
     for index, (folder, name) in enumerate(zip(folders, names, strict=True)):
-        seen = history(read_events(folder))
+        seen = history(read_events(folder), str(folder))
+        with understood(str(folder), "step"):
+            steps = seen.steps()
         shown = name if names.count(name) == 1 else str(folder)
-        runs.append(Run(index, shown, str(folder), seen, seen.steps(), _STATES[seen.state.outcome], look_into(folder)))
+        runs.append(Run(index, shown, str(folder), seen, steps, _STATES[seen.state.outcome], look_into(folder)))
         tick(index + 1)
     return runs
 
@@ -59,21 +62,14 @@ def report_page(runs: Sequence[Run], *, now: float | None = None) -> str:
     """Return the page. `now` is the time it says it was made at.
 
     Raises:
-        UserError: Plotly is not installed.
+        UserError: Plotly is not installed, or events are not as docs/events.md has them.
     """
     now = time.time() if now is None else now
     library = plotly_js()
-    shared = [learning.loss_figure(runs), learning.acceptance_figure(runs)]
-    own = [
-        {
-            "run": run,
-            "parts": [learning.slots_figure(run), *workings.figures_of(run)],
-            "faults": tables.faults_tables(run),
-            "facts": tables.facts_table(run),
-            "said": [*_standing(run.history, now), tables.sums_said(run)],
-        }
-        for run in runs
-    ]
+    with understood(", ".join(run.place for run in runs), "figures and tables"):
+        shared = [learning.loss_figure(runs), learning.acceptance_figure(runs)]
+        own = [_own(run, now) for run in runs]
+        summary = tables.runs_table(runs)
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     environment.tests |= {kind.__name__.lower(): _is(kind) for kind in (Figure, Missing, Table)}
@@ -89,7 +85,7 @@ def report_page(runs: Sequence[Run], *, now: float | None = None) -> str:
         script=Markup(script),
         draw=Markup(_DRAW),
         runs=runs,
-        summary=tables.runs_table(runs),
+        summary=summary,
         shared=shared,
         own=own,
         evaluations=tables.evaluations_table(runs),
@@ -97,6 +93,17 @@ def report_page(runs: Sequence[Run], *, now: float | None = None) -> str:
         settings=tables.settings_tables(runs),
         title=", ".join(run.name for run in runs),
     )
+
+
+def _own(run: Run, now: float) -> Mapping[str, Any]:
+    """Return what the page says of one run alone."""
+    return {
+        "run": run,
+        "parts": [learning.slots_figure(run), *workings.figures_of(run)],
+        "faults": tables.faults_tables(run),
+        "facts": tables.facts_table(run),
+        "said": [*_standing(run.history, now), tables.sums_said(run)],
+    }
 
 
 def plotly_js() -> str:
