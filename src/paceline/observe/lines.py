@@ -25,7 +25,7 @@ _SENTENCES = {
     "resumed": "going on after step {steps:,} from {checkpoint}",
     "warm_start": "the drafter starts from {folder} ({layout})",
     "data": "data samples {samples} tokens {tokens} target {target} revision {target_revision}",
-    "machine": "machine {host} cores {cores} python {python} torch {torch}",
+    "machine": "machine {host} cores {cores:g} python {python} torch {torch}",
     "stage": "{name} ({s:.1f} s)",
     "loading": "{role} on {device}: {share:.0%} of the weights are loaded",
     "console_lost": "{message} The run goes on and shows nothing.",
@@ -157,6 +157,10 @@ def _replica_failed(event: Event) -> str:
     return _filled("{said}" + then, {**event, "said": str(event.get("message", "")).rstrip(".")})
 
 
+def _on_end(event: Event) -> str | None:
+    return event.get("message")
+
+
 def _recompile(event: Event) -> str:
     return f"a step did not fit what was compiled and ran without: {str(event.get('guard', ''))[:200]}"
 
@@ -188,6 +192,7 @@ _MADE: dict[str, Callable[[Event], str | None]] = {
     "evaluation_skipped": _evaluation_skipped,
     "replica_failed": _replica_failed,
     "recompile": _recompile,
+    "on_end": _on_end,
     "trained": _trained,
 }
 

@@ -18,7 +18,14 @@ from paceline.observe.state import RunState
 
 REFRESH_S = 0.5  # between two pictures of the panel
 _NUMBERS = {"step", "sample", "loading"}  # which the panel shows
-_SAID_ALREADY = {"trained", "failed", "interrupted", "tracker_failed", "console_lost"}  # by others, or to nobody
+_SAID_ALREADY = {
+    "trained",
+    "failed",
+    "interrupted",
+    "tracker_failed",
+    "on_end",
+    "console_lost",
+}  # by others, or to nobody
 _BEGIN: dict[str, Any] = {"event": ""}
 
 

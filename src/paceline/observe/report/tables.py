@@ -166,7 +166,7 @@ def _machine_rows(run: Run) -> list[list[str]]:
         ["host", told.get("host")],
         ["platform", told.get("platform") or made.get("machine")],
         ["processor", told.get("cpu")],
-        ["cores", told.get("cores")],
+        ["cores", figures(number(told["cores"]), 15) if told.get("cores") else None],
         ["memory", gib(number(told["memory_bytes"])) if told.get("memory_bytes") else None],
         ["Python", told.get("python") or made.get("python")],
         ["torch", told.get("torch")],
