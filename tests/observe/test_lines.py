@@ -16,6 +16,9 @@ def test_a_step_is_words_and_values_in_turn() -> None:
         "epoch": "0",
         "loss": "2.5000",
         "accept": "1.50",
+        "slot-1": "40%",
+        "slot-3": "8%",
+        "slot-5": "0%",
         "lr": "1.0e-03",
         "norm": "0.5",
         "tokens/s": "200",
@@ -52,6 +55,10 @@ def test_a_sample_names_every_role() -> None:
         (
             told("replica_failed", 0, message="It {failed}.", restarted=False, restarts_left=0),
             "It {failed}; it stays out",
+        ),
+        (
+            told("evaluation_skipped", 0, steps=9, busy_with=9),
+            "no true acceptance after step 9: the run was asked to stop while it was decoded",
         ),
         (told("checkpoint", 0, steps=1200, bytes=2**20, write_s=1.0, copy_s=0.5), "saved after step 1,200 (1.0 MiB in"),
         (

@@ -34,7 +34,7 @@ def test_a_file_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = [step_event(i, 1010.0 + i) for i in range(3)]
     follow(RunView(Console()), [*steps, SAVED, sample_event(1013.0, {}, {"features": 0.4}), *END])
     first, saved, sample, advice = out.getvalue().splitlines()
-    assert first.startswith("  step 1/100 epoch 0 loss 2.5000 accept 1.50 lr")
+    assert first.startswith("  step 1/100 epoch 0 loss 2.5000 accept 1.50 slot-1 40%")
     assert saved == "  saved after step 10 (1.0 MiB in 1.0 s; the step waited 0.50 s)"
     assert sample.startswith("  target-replica-0 busy 100% drafter-rank-0 busy 60% waits 40% for features queue 1.0MiB")
     assert advice.startswith("  Drafters wait 40 % for features: add a target replica")

@@ -53,6 +53,7 @@ def test_at_80_columns_all_is_there() -> None:
         " 30 % eta 0:23:10",
         "loss 2.5000",
         "τ estimate 1.50",
+        "slots 1/3/5 40/8/0 %",
         "true τ 2.51 (step 1,000)",
         "lr 1.0e-03",
         "tokens/s 200",

@@ -264,6 +264,33 @@ def test_what_was_not_known_at_a_stop_is_known_when_the_run_goes_on(
     assert torch.equal(load_file(place / "drafter" / "model.safetensors")["fc.weight"], weights["fc.weight"])
 
 
+@pytest.mark.usefixtures("patient")
+def test_the_best_stays_when_a_run_goes_on_without_an_evaluator(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = settings("cut", checkpoint={"every_steps": 1, "keep": 1})
+    place = Path(tree.run_dir)
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        patch.setattr(StopRequest, "__call__", lambda self: len(of(events(place), "evaluated")) == 1)
+        train(tree, console=Console(json=True))
+    (told,) = of(events(place), "evaluated")
+    without = settings("cut", evaluate={"device": None}, checkpoint={"every_steps": 1, "keep": 1})
+    summary = train(without, console=Console(json=True), resume=True)
+    assert (summary["best"], summary["best_by"]) == ({"steps": 8, "tau": told["tau"]}, None)
+    assert (place / "checkpoints" / "best").read_text() == "step-00000008"
+    assert store.saved_steps(place)[0] == 8
+
+
+def test_a_last_evaluation_that_a_stop_ends_is_told(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = settings("asked", evaluate={"tau_every_steps": 1000})
+    with monkeypatch.context() as patch:
+        patch.setattr(Evaluator, "_between", lambda self: self._plan.handover.stop() or self._plan.handover.look())
+        patch.setattr(Evaluator, "warm", lambda self: self._engine.prepare() or {})
+        summary = train(tree, console=Console(json=True))
+    assert of(events(Path(tree.run_dir)), "evaluation_skipped") == [
+        {"schema": 1, "event": "evaluation_skipped", "steps": 24, "busy_with": 24}
+    ]
+    assert (summary["tau"], summary["evaluator_failed"]) == (None, None)
+
+
 @pytest.fixture(scope="module")
 def many(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path, tiny: TargetFacts, shape: Any) -> RunSettings:
     """Settings of a step that learns nothing, of a drafter that knows many rows by heart."""

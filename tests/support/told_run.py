@@ -15,6 +15,7 @@ def told(event: str, t: float, **values: Any) -> Event:
 def step_event(step: int, t: float, **more: Any) -> Event:
     since = {"steps": 10, "s": 5.0, "tokens": 1000, "padded_tokens": 1200, "blocks": 50, "flops": 1e15}
     values = {"step": step, "total_steps": 100, "epoch": 0, "loss": 2.5, "acceptance": 1.5, "lr": 1e-3}
+    values |= {"accepted_K": [20, 5, 4, 2, 0], "available_K": [50, 50, 50, 40, 0]}
     return told("step", t, **{**values, "grad_norm": 0.5, "applied": True, "since": since, **more})
 
 

@@ -88,8 +88,8 @@ _ROWS = 20
 def _step(event: Event) -> str:
     done, total = event.get("step", -1) + 1, event.get("total_steps", "?")
     pairs = [f"step {done}/{total}", f"epoch {event.get('epoch', '?')}", f"loss {number(event.get('loss')):.4f}"]
-    pairs += [f"accept {number(event.get('acceptance')):.2f}", f"lr {number(event.get('lr')):.1e}"]
-    pairs += [f"norm {number(event.get('grad_norm')):.3g}"]
+    pairs += [f"accept {number(event.get('acceptance')):.2f}", *_slots(event)]
+    pairs += [f"lr {number(event.get('lr')):.1e}", f"norm {number(event.get('grad_norm')):.3g}"]
     since = event.get("since") or {}
     seconds, steps = since.get("s", 0), since.get("steps", 0)
     if seconds > 0:
@@ -99,6 +99,11 @@ def _step(event: Event) -> str:
     if event.get("applied") is False:
         pairs.append("not applied")
     return " ".join(pairs)
+
+
+def _slots(event: Event) -> list[str]:
+    shares = slot_shares(event)
+    return [f"slot-{slot} {shares[slot - 1]:.0%}" for slot in shown_slots(len(shares))]
 
 
 def _sample(event: Event) -> str:
@@ -130,7 +135,8 @@ def _role(event: Event) -> str | None:
 
 def _held_out(event: Event) -> str:
     best = ", the best so far" if event.get("best") is True else ""
-    return _filled("held out after step {steps:,}: loss {loss:.4f} accept {acceptance:.2f}", event) + best
+    text = "held out after step {steps:,}: loss {loss:.4f} accept {acceptance:.2f}"
+    return " ".join([_filled(text, event), *_slots(event)]) + best
 
 
 def _evaluated(event: Event) -> str:
@@ -141,7 +147,11 @@ def _evaluated(event: Event) -> str:
 
 
 def _evaluation_skipped(event: Event) -> str:
-    why = "its checkpoint is gone" if event.get("busy_with") is None else "that after step {busy_with:,} is under way"
+    why = "that after step {busy_with:,} is under way"
+    if event.get("busy_with") is None:
+        why = "its checkpoint is gone"
+    elif event["busy_with"] == event.get("steps"):
+        why = "the run was asked to stop while it was decoded"
     return _filled("no true acceptance after step {steps:,}: " + why, event)
 
 
@@ -219,6 +229,17 @@ def _filled(sentence: str, values: Mapping[str, Any]) -> str:
 def number(value: Any) -> float:
     """Return a number of an event as a float: nan where it is missing."""
     return math.nan if value is None else float(value)
+
+
+def slot_shares(event: Event) -> list[float]:
+    """Return the share of blocks whose slots 1..k were all right, for every k; of those that have labels there."""
+    counts = zip(event.get("accepted_K") or (), event.get("available_K") or (), strict=False)
+    return [right / max(of, 1) for right, of in counts]
+
+
+def shown_slots(count: int) -> list[int]:
+    """Return those of so many slots that a person is shown: the first, the middle and the last."""
+    return sorted({1, (count + 1) // 2, count}) if count else []
 
 
 def size(count: int | float) -> str:

@@ -12,7 +12,7 @@ from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from paceline.observe.lines import clock, size
+from paceline.observe.lines import clock, shown_slots, size
 from paceline.observe.state import RunState
 
 SILENT_S = 30.0  # without an event: a run that works has a sample every few seconds
@@ -105,6 +105,9 @@ def _progress(state: RunState) -> Iterator[Item]:
         yield "loss", f"{state.loss:.4f}"
     if state.acceptance is not None:
         yield "τ estimate", f"{state.acceptance:.2f}"
+    if shares := state.slot_acceptance_K:
+        slots = shown_slots(len(shares))
+        yield f"slots {'/'.join(map(str, slots))}", f"{'/'.join(f'{100 * shares[k - 1]:.0f}' for k in slots)} %"
     if state.true_tau is not None:
         yield "true τ", f"{state.true_tau:.2f} (step {state.true_tau_steps:,})"
     if state.held_out_loss is not None:

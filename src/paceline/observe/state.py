@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from paceline.observe.bottleneck import bottleneck
-from paceline.observe.lines import line_of, number
+from paceline.observe.lines import line_of, number, slot_shares
 
 RATE_S = 30.0  # seconds of steps that a rate is of, at least, where there are so many
 SHARE_S = 30.0  # the same of samples, for the sentence on who waits for whom
@@ -76,6 +76,7 @@ class RunState:
         self.epoch: int | None = None
         self.loss: float | None = None
         self.acceptance: float | None = None  # teacher-forced: an estimate of τ
+        self.slot_acceptance_K: list[float] | None = None  # likewise, by slot
         self.true_tau: float | None = None  # decoded
         self.true_tau_steps: int | None = None
         self.held_out_loss: float | None = None
@@ -195,7 +196,7 @@ class RunState:
         self.step, self.total_steps = event["step"] + 1, event.get("total_steps", self.total_steps)
         self.epoch, self.lr = event.get("epoch"), event.get("lr")
         self.loss, self.acceptance = event.get("loss"), event.get("acceptance")
-        self.grad_norm = event.get("grad_norm")
+        self.slot_acceptance_K, self.grad_norm = slot_shares(event) or None, event.get("grad_norm")
         if since := event.get("since"):
             self._since.add(since)
 

@@ -149,6 +149,8 @@ class Evaluator:
 
     def take(self, weights: Sequence[Tensor]) -> None:
         """Copy a drafter's weights; the copy is queued behind what their device does, and nobody waits for it."""
+        # All roles are on default streams, and torch orders a copy by both devices': rank 0's next update waits for it,
+        # and so does the first cycle. Who gives a role another stream needs events here (docs/architecture.md).
         with self._gate.work(), torch.no_grad():
             for own, given in zip(self._drafter.parameters(), weights, strict=True):
                 own.copy_(given, non_blocking=own.is_cuda and given.is_cuda)

@@ -70,7 +70,7 @@ def train(
         if start is None:
             warm = warm or warm_start(settings, inputs.facts, console)
             say_what_made_it(run, inputs, warm)
-        best = best_so_far(run, start, settings.evaluate.best_by or "loss", console)
+        best = best_so_far(run, start, settings.evaluate.best_by, console)
         write_whole(run / "settings.yaml", dump_settings(settings))
         return _run(settings, inputs, check, fixed, start, warm, best, policy, stages, console)
 

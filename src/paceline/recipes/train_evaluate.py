@@ -67,6 +67,8 @@ class TrueAcceptance:
 
     def summary(self) -> dict[str, Any]:
         """Return the last true acceptance, what decided which state is the best, and why there was no more of it."""
+        if self._handover is not None and (left := self._handover.state()["pending"]):
+            self._on_skipped(left["steps"], left["steps"])  # a stop came while the last one was decoded
         last = self._last or {"steps": None, "tau": None}
         by = self._settings.evaluate.best_by
         return {"tau": last["tau"], "tau_steps": last["steps"], "best_by": by, "evaluator_failed": self._failure}

@@ -77,7 +77,8 @@ def show_inputs(inputs: Inputs, settings: RunSettings, console: Console) -> None
     print_buckets(inputs.buckets, console)
     if inputs.held_out:
         every = settings.evaluate.every_steps
-        console.line(f"  {inputs.held_out.rows:,} rows held out, looked at every {every:,} steps and at the end")
+        more = ", before every true acceptance" if inputs.prompts else ""
+        console.line(f"  {inputs.held_out.rows:,} rows held out, looked at every {every:,} steps{more} and at the end")
     if inputs.prompts:
         evaluate = settings.evaluate
         console.line(

@@ -45,12 +45,19 @@ def find_start(run: Path, facts: dict[str, Any], *, previous: bool, console: Con
     return start
 
 
-def best_so_far(run: Path, start: Saved | None, by: By, console: Console) -> Best:
-    """Return the best state as of the checkpoint to go on from, and let the pointer `best` agree with it."""
+def best_so_far(run: Path, start: Saved | None, by: By | None, console: Console) -> Best:
+    """Return the best state as of the checkpoint to go on from, and let the pointer `best` agree with it.
+
+    What nothing measures any more (`by` is None) stays the best by what it was.
+    """
     before = (start.state.get("best") if start else None) or {}
+    by = by or ("tau" if "tau" in before else "loss")
     best, what = Best(**before, by=by), {"loss": "held-out loss", "tau": "true acceptance"}
     if before and best.steps is None:
-        console.line(f"  the best checkpoint, after step {before['steps']:,}, was chosen by another measure")
+        console.line(
+            f"  the best checkpoint, after step {before['steps']:,}, was chosen by another measure: the "
+            f"next {what[by]} counts as the best, and that one is kept no longer than others are"
+        )
     if store.point_best(run, best.steps) or best.steps is None:
         return best
     console.line(f"  the best checkpoint, after step {best.steps:,}, is gone: the next {what[by]} counts as the best")
