@@ -196,7 +196,7 @@ def test_the_best_stays_and_the_end_is_one_of_them(settings: Any, lr: float) -> 
         assert all(torch.equal(best[key], weights[key]) for key in weights)
     else:
         assert lowest["steps"] == kept[0] == 6
-        assert kept[1:] in ([8], [10]), "the newest, which is not saved while one is being saved"
+        assert kept[1:] in ([], [8], [10]), "the newest, which is not saved while one is being saved"
 
 
 def test_no_row_of_it_is_kept_as_one_of_training(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
