@@ -1,6 +1,7 @@
 """Tiny random targets and what hangs on them. Everything is on the CPU and comes from seeds."""
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,9 @@ from paceline.target.load import TargetFacts, describe, load_tokenizer
 # The same examples on every run: what is red once stays red until it is mended.
 settings.register_profile("paceline", derandomize=True, deadline=None)
 settings.load_profile("paceline")
+
+# Who is started in the background ignores Ctrl-C, and so would every process that a test starts and then interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 VOCAB = 128
 MASK = 3
