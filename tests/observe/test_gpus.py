@@ -1,5 +1,11 @@
 """GPUs as the driver's library tells of them, with a stand-in for the library; and with the real one where it is."""
 
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -105,3 +111,60 @@ def test_the_driver_agrees_with_cuda() -> None:
     assert told["memory_used_bytes"] - before > 0.9 * held.nbytes
     assert told["memory_total_bytes"] == pytest.approx(torch.cuda.mem_get_info(0)[1], rel=0.05)
     assert told["utilisation"] is None or 0 <= told["utilisation"] <= 1
+
+
+# The driver's library as NVIDIA's nvml.h declares it, of a machine with one GPU.
+DRIVER = r"""
+#include <string.h>
+typedef struct { unsigned long long total, free, used; } memory_t;
+typedef struct { unsigned int gpu, memory; } utilization_t;
+static int gpu;
+int nvmlInitWithFlags(unsigned int flags) { return 0; }
+int nvmlInit_v2(void) { return 0; }
+int nvmlShutdown(void) { return 0; }
+const char *nvmlErrorString(int code) { return "not found"; }
+int nvmlDeviceGetHandleByUUID(const char *uuid, void **device) {
+    *device = &gpu;
+    return strcmp(uuid, "GPU-11111111-2222-3333-4444-555555555555") ? 6 : 0;
+}
+int nvmlDeviceGetName(void *device, char *name, unsigned int length) {
+    strncpy(name, "NVIDIA H200", length);
+    return device == &gpu ? 0 : 2;
+}
+int nvmlDeviceGetMemoryInfo(void *device, memory_t *memory) {
+    *memory = (memory_t){150754820096ULL, 150754820096ULL - 7ULL * 1073741824, 7ULL * 1073741824};
+    return device == &gpu ? 0 : 2;
+}
+int nvmlDeviceGetUtilizationRates(void *device, utilization_t *rates) {
+    *rates = (utilization_t){83, 40};
+    return device == &gpu ? 0 : 2;
+}
+"""
+READ = """
+import json
+from paceline.observe.gpus import GpuReader
+uuids = {"cuda:0": "99999999-2222-3333-4444-555555555555", "cuda:1": "11111111-2222-3333-4444-555555555555"}
+print(json.dumps(GpuReader(["cuda:0", "cuda:1"], uuid=uuids.get).read()))
+"""
+
+
+def test_the_real_binding_calls_the_driver_s_library_as_it_is_declared(tmp_path: Path) -> None:
+    """nvidia-ml-py itself, over a library with the functions and structures of nvml.h."""
+    source = tmp_path / "driver.c"
+    source.write_text(DRIVER)
+    library = tmp_path / "libnvidia-ml.so.1"
+    compiler = shlex.split(os.environ.get("CC", "cc"))
+    subprocess.run([*compiler, "-shared", "-fPIC", "-o", library, source], check=True, timeout=60)
+    for path, found in ((str(tmp_path), True), ("", False)):
+        told = subprocess.run(
+            [sys.executable, "-c", READ],
+            env=os.environ | {"LD_LIBRARY_PATH": path},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
+        )
+        one = {"device": "cuda:1", "name": "NVIDIA H200", "memory_used_bytes": 7 * 2**30}
+        one |= {"memory_total_bytes": 150754820096, "utilisation": 0.83}
+        # A machine that has a driver does not know these GPUs.
+        assert json.loads(told.stdout) == ([one] if found else [])
