@@ -149,7 +149,7 @@ interop: $(VENV)/.complete $(INTEROP)/.complete $(SPECULATORS)/.complete ## Comp
 		$(VENV)/bin/python -m pytest -m interop $(PYTEST_ARGS)
 
 test-trackers: $(TRACKERS)/.complete ## What real trackers keep of a run, read back
-	$(TRACKERS)/bin/python -m pytest -m trackers $(PYTEST_ARGS)
+	$(TRACKERS)/bin/python -m pytest -m trackers tests/trackers $(PYTEST_ARGS)
 
 test-gpu: $(VENV)/.complete ## The tests that need a CUDA device; fails without one
 	@$(VENV)/bin/python -c "import sys, torch; torch.cuda.is_available() or sys.exit('make test-gpu needs a CUDA device, and torch %s finds none: run it on a machine with one, with a CUDA build of torch.' % torch.__version__)"
