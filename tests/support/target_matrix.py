@@ -36,7 +36,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "targets.md"
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 COMMAND = ".venv/bin/python tests/support/target_matrix.py"
 NEW = 24
-NEAR = {"rtol": 5e-4, "atol": 5e-4}  # in float32; a token that should not be seen is worth a thousand times that
+NEAR = {"rtol": 1e-3, "atol": 1e-3}  # in float32; a token that should not be seen is worth hundreds of times that
 
 
 @dataclass
