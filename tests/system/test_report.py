@@ -2,12 +2,13 @@
 
 import json
 import math
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import Browser
+from browser import TIMEOUT_MS, Browser
 from made_runs import HOSTILE, eventful, last_told, write_events
 from playwright.sync_api import Page
 
@@ -161,7 +162,10 @@ def test_the_figures_follow_the_scheme(browser: Browser, one: str) -> None:
     browser.screenshot(page, "report-dark")
     dark = {trace["colour"] for trace in drawn(page, "loss")}
     page.emulate_media(color_scheme="light")
-    page.wait_for_function("document.getElementById('plot-loss').layout.paper_bgcolor === '#ffffff'")
+    until = time.monotonic() + TIMEOUT_MS / 1000
+    while page.evaluate(look)[1] != "#ffffff":  # what waits in the page would need an `eval`, which the page forbids
+        assert time.monotonic() < until
+        page.wait_for_timeout(50)
     assert page.evaluate(look) == ["rgb(255, 255, 255)", "#ffffff", "#1b1f24"]
     assert dark.isdisjoint(trace["colour"] for trace in drawn(page, "loss"))
 
