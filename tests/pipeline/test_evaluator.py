@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from trained_run import events, of, run
 
 from paceline.blocks import anchor_candidates
 from paceline.checkpoint import store
@@ -20,7 +21,6 @@ from paceline.decode.evaluate import Evaluation
 from paceline.decode.generate import generate
 from paceline.drafter.model import Drafter
 from paceline.observe.console import Console
-from paceline.observe.reading import read_events
 from paceline.pipeline import evaluator as evaluator_module
 from paceline.pipeline.evaluator import Evaluator
 from paceline.pipeline.handover import Handover
@@ -92,22 +92,6 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
         return claim(self, steps)
 
     monkeypatch.setattr(Handover, "claim", waiting)
-
-
-def run(settings: RunSettings) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
-    """Train; return the events and the final weights."""
-    train(settings, console=Console(json=True))
-    place = Path(settings.run_dir)
-    return events(place), load_file(place / "drafter" / "model.safetensors")
-
-
-def events(place: Path) -> list[dict[str, Any]]:
-    measured = ("t", "since")  # by this process
-    return [{key: value for key, value in event.items() if key not in measured} for event in read_events(place)]
-
-
-def of(found: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
-    return [event for event in found if event["event"] == kind]
 
 
 @pytest.mark.usefixtures("patient")

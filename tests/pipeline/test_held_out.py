@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from trained_run import events, of, run
 
 from paceline import blocks
 from paceline.checkpoint import store
@@ -20,7 +21,6 @@ from paceline.data.mixture import Mixture
 from paceline.data.store import open_dataset
 from paceline.drafter.model import Drafter
 from paceline.observe.console import Console
-from paceline.observe.reading import read_events
 from paceline.recipes.train import train
 from paceline.recipes.train_tell import Teller
 from paceline.records import FeatureBatch, RunError, StepReport, TokenBatch
@@ -60,22 +60,6 @@ def settings(
         return RunSettings.model_validate(tree)
 
     return make
-
-
-def run(settings: RunSettings) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
-    """Train; return the events and the final weights."""
-    train(settings, console=Console(json=True))
-    place = Path(settings.run_dir)
-    return events(place), load_file(place / "drafter" / "model.safetensors")
-
-
-def events(place: Path) -> list[dict[str, Any]]:
-    measured = ("t", "since")  # by this process
-    return [{key: value for key, value in event.items() if key not in measured} for event in read_events(place)]
-
-
-def of(found: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
-    return [event for event in found if event["event"] == kind]
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
