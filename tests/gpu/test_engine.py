@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from gpu_requests import DEVICE, complete, requests
+from gpu_requests import DEVICE, complete, requests, waiting_is_an_error
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from paceline.decode.engine import Engine
@@ -21,7 +21,7 @@ DRAWN = Sampling(temperature=1.2, top_k=50, top_p=0.95, seed=3)
 STOPS = (7, 70, 700)
 SHAPE = {
     "vocab_size": 1000,
-    "hidden_size": 256,
+    "hidden_size": 384,
     "intermediate_size": 512,
     "num_hidden_layers": 4,
     "num_attention_heads": 6,
@@ -82,14 +82,11 @@ def test_compiled_and_captured_equals_eager(model: torch.nn.Module) -> None:
 def test_a_step_never_waits_for_the_device(model: torch.nn.Module, sampling: Sampling) -> None:
     engine = Engine(DecodingTarget.around(model, STOPS), sampling, rows=8, slots=128)
     complete(engine, [Request(i, (5,) * 20, 40) for i in range(8)])
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_an_error():
         with pytest.raises(RuntimeError, match="synchroniz"):  # so the mode sees what waits
             engine._rows.place_R[0].item()
         for _ in range(3):
             engine._step.advance(8, 128)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_token_outside_top_k_is_never_drawn() -> None:
@@ -123,7 +120,8 @@ def test_two_engines_of_one_device_capture_beside_each_other(model: torch.nn.Mod
 
 def test_memory_is_flat_once_the_graphs_are_there(model: torch.nn.Module) -> None:
     engine = Engine(DecodingTarget.around(model, STOPS), DRAWN, rows=32, slots=400, captured=True)
-    complete(engine, requests())
+    for _ in range(2):  # a capture gives back what prompt passes had reserved, so they reserve it once more
+        complete(engine, requests())
     before = torch.cuda.memory_reserved(DEVICE)
     for _ in range(3):
         complete(engine, requests())

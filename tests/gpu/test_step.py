@@ -23,7 +23,6 @@ from paceline.train.step import DrafterStep
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.usefixtures("traceable"),
-    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),  # inductor's hint for float32
 ]
 
 DEVICE = torch.device("cuda:0")

@@ -11,7 +11,6 @@ from paceline.train.ranks import Meeting
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.usefixtures("traceable"),
-    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),  # inductor's hint for float32
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
 ]
 

@@ -1,7 +1,10 @@
 """Requests for an engine on a CUDA device, and their completions as a run makes them."""
 
 import random
+import warnings
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import torch
 
@@ -28,3 +31,14 @@ def complete(engine: Engine, asked: list[Request]) -> dict[int | str, Completion
 
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(work).result()
+
+
+@contextmanager
+def waiting_is_an_error() -> Iterator[None]:
+    """Let what waits for the device raise while the block lasts."""
+    with warnings.catch_warnings(action="ignore"):  # torch warns that the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

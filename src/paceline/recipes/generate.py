@@ -6,6 +6,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from paceline import __version__
 from paceline.data.completions import SHARD_LINES, VERSION, Ledger, check_same
 from paceline.data.completions_writer import CompletionsWriter, claimed, clear
 from paceline.data.prompt_file import Messages, PromptLines
@@ -141,4 +142,5 @@ def _summary(out: Path, ledger: Ledger, writer: CompletionsWriter, *, found: int
 
 
 def _versions() -> dict[str, str]:
-    return {name: version(name) for name in ("paceline", "torch", "transformers", "tokenizers", "jinja2")}
+    others = {name: version(name) for name in ("torch", "transformers", "tokenizers", "jinja2")}
+    return {"paceline": __version__, **others}
