@@ -8,6 +8,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -231,6 +232,20 @@ def test_ctrl_c_that_typer_does_not_see(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(cli, "app", app)
     assert paceline() == Ended(130, "", "error: interrupted\n")
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+def test_a_signal_before_there_is_a_run_ends_as_one_that_stops_it(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    before = signal.getsignal(signal.Signals[name])
+
+    def load(*_: object) -> None:
+        os.kill(os.getpid(), signal.Signals[name])
+        raise AssertionError("goes on")
+
+    monkeypatch.setattr(cli, "load_settings", load)
+    line = f"stopped: {name} came while no step was under way, so nothing is lost. Start the same command again, with "
+    assert paceline("train", "RUN.yaml") == Ended(75, "", line + "--resume if the run had begun.\n")
+    assert signal.getsignal(signal.Signals[name]) is before
 
 
 def test_a_fault_of_ours_shows_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,11 +203,14 @@ def train(
     json: AsJson = False,
 ) -> None:
     """Train a drafter: target replicas feed it their features, every role in a thread of its own."""
-    tree = (_resumed if resume or resume_previous else load_settings)(settings, overrides or [])
-    from paceline.recipes.train import train as recipe
+    from paceline.recipes.train_stop import stoppable
 
-    console = Console(json=json)
-    summary = recipe(tree, console=console, resume=resume, resume_previous=resume_previous)
+    with stoppable():
+        tree = (_resumed if resume or resume_previous else load_settings)(settings, overrides or [])
+        from paceline.recipes.train import train as recipe
+
+        console = Console(json=json)
+        summary = recipe(tree, console=console, resume=resume, resume_previous=resume_previous)
     finish(console, json, summary, f"Trained {summary['train_steps']:,} steps; the drafter is in {summary['drafter']}.")
 
 

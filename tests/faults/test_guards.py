@@ -129,6 +129,8 @@ def test_after_that_the_run_stops_with_a_report_and_a_checkpoint(lab: Any, survi
         assert "step 11: loss nan, gradient norm nan, rows " in text
         assert "and the run went back to a checkpoint for that before. All their rows are in" in text
         assert f"`paceline train {run} --resume guard.rejected=100`" in text
+        assert "What is saved are the checkpoints from before." in text
+        assert "come to rest" not in text
         assert [event["to"] for event in lab.events(run) if event["event"] == "rolled_back"] == [3]
         again = lab.train(run, fault=("poison", {"steps": steps}))
         assert again.status() == 1, "resumed as it was, it comes to the same end"

@@ -339,6 +339,8 @@ def _save_what_is_whole(rank: DrafterRank | None, guard: Guard, start: Saved | N
     Only of a rank that has left between two steps, which is None if it has not: an update may be half done.
     """
     go_on = f"go on with `{resume_command(run)}`."
+    if guard.exceeded:  # it has said how to go on
+        return "What is saved are the checkpoints from before."
     if rank is None or rank.whole_steps is None:
         return f"The drafter did not come to rest between two steps, so nothing was saved since; {go_on}"
     steps, before = rank.whole_steps, start.steps if start else 0

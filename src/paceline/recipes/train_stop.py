@@ -22,6 +22,41 @@ _LOOK_S = 1.0  # between two looks for the notice file
 _LEAVE_S = 5.0  # longest wait at the end for a look that is under way
 
 
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """Let a signal end the block, which comes before and behind a run's steps, as it ends a run.
+
+    While there is something to finish or to save, StopRequest looks at signals instead.
+
+    Raises:
+        Interrupted: (in the block) one of them came.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, _: FrameType | None) -> None:
+        raise Interrupted(
+            f"{signal.Signals(number).name} came while no step was under way, so nothing is lost. Start the same "
+            "command again, with --resume if the run had begun."
+        )
+
+    with _handled(leave):
+        yield
+
+
+@contextmanager
+def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    # A hangup that is ignored was meant to be: nohup.
+    numbers = [n for n in (*_ORDERS, *_NOTICES) if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+    before = [signal.signal(number, handler) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, old in zip(numbers, before, strict=True):
+            signal.signal(number, old)
+
+
 class StopRequest:
     """Says, when called, whether the run was asked to stop.
 
@@ -64,18 +99,14 @@ class StopRequest:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        # A hangup that is ignored was meant to be: nohup.
-        numbers = [n for n in (*_ORDERS, *_NOTICES) if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
-        before = [signal.signal(number, self._handle) for number in numbers]
-        looking = threading.Thread(target=self._look, name="notice", daemon=True)
-        looking.start()
-        try:
-            yield
-        finally:
-            self._over.set()
-            looking.join(_LEAVE_S)  # else it could ask a process that handles no notice any more
-            for number, old in zip(numbers, before, strict=True):
-                signal.signal(number, old)
+        with _handled(self._handle):
+            looking = threading.Thread(target=self._look, name="notice", daemon=True)
+            looking.start()
+            try:
+                yield
+            finally:
+                self._over.set()
+                looking.join(_LEAVE_S)  # else it could ask a process that handles no notice any more
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
