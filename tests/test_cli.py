@@ -324,8 +324,11 @@ def journey(
 def test_init_writes_what_it_prints(journey: dict[str, tuple[Path, Ended]], tiny_folder: Path) -> None:
     place, ended = journey["init"]
     settings = load_settings(place / "RUN.yaml")
-    assert ended.json == {"settings": "RUN.yaml", **settings.model_dump(mode="json")}
-    assert ended.stderr == ""
+    told = ended.json
+    outlook = told.pop("outlook")
+    assert told == {"settings": "RUN.yaml", **settings.model_dump(mode="json")}
+    assert (outlook["thinking"], outlook["work"]) == (False, None)
+    assert "GPU hours not estimated: there is no dataset in dataset yet" in ended.stderr
     assert (settings.target.model, settings.drafter.mask_token_id) == (str(tiny_folder), 3)
 
 

@@ -59,7 +59,7 @@ def init(
     target: Target,
     out: Annotated[Path, typer.Option(help="Settings file to write.")] = Path("RUN.yaml"),
     revision: Revision = None,
-    dataset: Annotated[str, typer.Option(help="Dataset folder that `prepare` will write.")] = "dataset",
+    dataset: Annotated[str, typer.Option(help="Dataset folder that `prepare` wrote or will write.")] = "dataset",
     run_dir: Annotated[str, typer.Option(help="Folder of the run.")] = "runs/first",
     mask_token_id: MaskToken = None,
     overwrite: Overwrite = False,
@@ -67,7 +67,9 @@ def init(
 ) -> None:
     """Look at a target and write a complete, commented RUN.yaml for it."""
     from paceline.recipes.init import init as recipe
+    from paceline.recipes.init_outlook import outlook
 
+    console = Console(json=json)
     settings = recipe(
         target,
         out,
@@ -77,7 +79,8 @@ def init(
         mask_token_id=mask_token_id,
         overwrite=overwrite,
     )
-    finish(Console(json=json), json, {"settings": str(out), **settings.model_dump(mode="json")}, f"Wrote {out}.")
+    told = {"outlook": outlook(settings, console)}
+    finish(console, json, {"settings": str(out), **settings.model_dump(mode="json"), **told}, f"Wrote {out}.")
 
 
 @app.command()

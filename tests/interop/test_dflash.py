@@ -37,7 +37,8 @@ from paceline.drafter.ends import FrozenEnds
 from paceline.drafter.model import Drafter
 from paceline.observe.console import Console
 from paceline.recipes.export import export
-from paceline.recipes.init import choose_mask_token, drafter_for
+from paceline.recipes.init import drafter_for
+from paceline.recipes.mask_token import choose_mask_token
 from paceline.recipes.train import train
 from paceline.records import Completion
 from paceline.runtime.profile import cache_folder

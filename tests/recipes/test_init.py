@@ -1,19 +1,28 @@
 """`init` writes a file that `train` takes, or nothing."""
 
+import dataclasses
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import GptOssConfig, MixtralConfig, Qwen3_5MoeTextConfig, Qwen3Config, Qwen3MoeConfig
 
 from paceline.config import PipelineSettings
 from paceline.config_file import load_settings
-from paceline.recipes.init import choose_mask_token, drafter_for, init, pipeline_for
+from paceline.observe.console import Console
+from paceline.recipes.init import data_for, drafter_for, init, pipeline_for
+from paceline.recipes.init_outlook import outlook
+from paceline.recipes.mask_token import choose_mask_token
+from paceline.recipes.target_checks import check_data
 from paceline.records import UserError
+from paceline.runtime.profile import make_profile, save_profile, this_machine
 from paceline.target.load import TargetFacts, describe
 from paceline.target.model import check_taps
+from paceline.train.memory import step_memory
 
 OPTIONS: dict[str, Any] = {
     "revision": None,
@@ -123,3 +132,149 @@ def test_no_token_is_left_for_the_mask(tiny_folder: Path, tmp_path: Path) -> Non
     (tmp_path / "t" / "chat_template.jinja").write_text("<mask>{{ messages[0]['content'] }}")
     with pytest.raises(UserError, match=r"has no spare embedding row .* with --mask-token-id.$"):
         choose_mask_token(facts, None)
+
+
+def test_a_mask_token_that_the_data_holds_is_not_taken(
+    tiny: TargetFacts, tiny_folder: Path, tmp_path: Path, write_dataset: Callable[..., Path]
+) -> None:
+    data = str(write_dataset([([5, 6, 8, 9], 1), ([7, 11, 12, 9, 8], 2)]))
+    with pytest.raises(UserError, match=rf"^--mask-token-id must never occur .* token 11 is in row 1 of {data} "):
+        choose_mask_token(tiny, 11, data)
+    assert choose_mask_token(tiny, 13, data) == 13
+    assert choose_mask_token(tiny, 3, data) == 3  # for which it was prepared
+    assert choose_mask_token(tiny, None, data) == 3
+    nowhere = str(tmp_path / "not yet")
+    assert choose_mask_token(tiny, 11, nowhere) == 11
+
+
+def test_the_next_mask_token_is_taken_where_the_data_holds_the_first(
+    tiny_folder: Path, tmp_path: Path, write_dataset: Callable[..., Path]
+) -> None:
+    """The tokenizer names <mask>, which a row holds; behind it there is a row without a token, which another holds."""
+    shutil.copytree(tiny_folder, tmp_path / "t")
+    facts = describe(str(tmp_path / "t"))
+
+    def wide(vocab_size: int) -> TargetFacts:
+        return TargetFacts(**{name: getattr(facts, name) for name in facts.__slots__} | {"vocab_size": vocab_size})
+
+    data = write_dataset([([5, 3, 8, 9], 1)])
+    manifest = data / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"mask_token_id": 3', '"mask_token_id": null'))
+    assert choose_mask_token(wide(130), None) == 3
+    assert choose_mask_token(wide(130), None, str(data)) == 128
+    with pytest.raises(UserError, match=rf"no unused special token for the mask that {data} \(--dataset\) never uses."):
+        choose_mask_token(wide(128), None, str(data))
+
+
+def test_ids_with_a_gap_leave_no_used_row_for_the_mask(tiny_folder: Path, tmp_path: Path) -> None:
+    """127 tokens of which one has id 127: their number is an id in use."""
+    facts = without_mask_token(tiny_folder, tmp_path / "t", vocab_size=140)
+    path = tmp_path / "t" / "tokenizer.json"
+    tree = json.loads(path.read_text())
+    del tree["model"]["vocab"]["w50"]
+    tree["model"]["vocab"]["w128"] = 129
+    path.write_text(json.dumps(tree))
+    assert choose_mask_token(facts, None) == 130
+
+
+def test_samples_are_no_longer_than_a_target_turns_them_alike(tiny: TargetFacts) -> None:
+    def limited(limit: int) -> int:
+        conventions = dataclasses.replace(tiny.conventions, rope_limit=limit)
+        facts = dataclasses.replace(tiny, conventions=conventions)
+        settings = data_for(facts, "dataset")
+        check_data(conventions, settings, facts.name)
+        return settings.max_length
+
+    assert [limited(limit) for limit in (0, 2048, 1000, 4096, 10_000)] == [4096, 2048, 992, 4096, 4096]
+
+
+@pytest.mark.parametrize(
+    ("config", "width"),
+    [
+        (Qwen3Config(hidden_size=64, intermediate_size=128), 128),
+        (Qwen3MoeConfig(hidden_size=64, intermediate_size=160, moe_intermediate_size=32), 160),
+        (GptOssConfig(hidden_size=64, intermediate_size=64), 192),  # an expert's
+        (MixtralConfig(hidden_size=64, intermediate_size=224), 224),  # an expert's, wide enough
+        (Qwen3_5MoeTextConfig(hidden_size=64, moe_intermediate_size=16), 192),
+    ],
+)
+def test_the_mlp_of_a_target_of_experts(config: Any, width: int, tmp_path: Path, tiny_folder: Path) -> None:
+    config.eos_token_id = None
+    config.save_pretrained(tmp_path)
+    shutil.copy(tiny_folder / "model.safetensors", tmp_path)
+    assert describe(str(tmp_path)).intermediate_size == width
+
+
+@pytest.fixture
+def outlook_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[dict[str, Any], str]]:
+    """Return a function that writes tmp_path/RUN.yaml and gives its outlook, as data and as it is said."""
+
+    def look(folder: Path, dataset: object) -> tuple[dict[str, Any], str]:
+        out = tmp_path / "RUN.yaml"
+        settings = init(str(folder), out, **{**OPTIONS, "dataset": str(dataset), "overwrite": True})
+        capsys.readouterr()
+        told = outlook(settings, Console())
+        return told, capsys.readouterr().out
+
+    return look
+
+
+def test_the_outlook_counts_work_and_guesses_no_hours(
+    tmp_path: Path,
+    tiny_folder: Path,
+    write_dataset: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    outlook_of: Callable[..., Any],
+) -> None:
+    monkeypatch.setattr("paceline.recipes.init_outlook.profile_path", lambda: tmp_path / "machine.json")
+    data = write_dataset([([5, 6, 8, 9], 1), ([7, 11, 12, 9, 8], 2)])
+    told, said = outlook_of(tiny_folder, data)
+    # A block begins at a token that is learnt and followed by one that is: 2 of the first row, 2 of the second.
+    assert told["work"] == {"epochs": 6, "tokens": 9, "blocks": 4, "gpu_hours": None}
+    assert "work: 6 epochs of 9 tokens through the target and of 4 blocks through the drafter" in said
+    assert f"GPU hours not estimated: There is no machine profile at {tmp_path / 'machine.json'}." in said
+    save_profile(
+        make_profile(this_machine(), compiles=True, captures=False, flex_attention={}), tmp_path / "machine.json"
+    )
+    assert "The machine profile has no rate of a target or a drafter." in outlook_of(tiny_folder, data)[1]
+
+
+def test_the_outlook_counts_memory(tmp_path: Path, tiny_folder: Path, outlook_of: Callable[..., Any]) -> None:
+    told, said = outlook_of(tiny_folder, "nowhere")
+    facts = describe(str(tiny_folder))
+    layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64 + 2 * 16  # q and o, k and v, MLP, norms
+    assert told["memory"]["target_weights"] == 2 * (128 * 64 + 4 * layer + 64)  # layers 0 to 3, the file's last norm
+    settings = load_settings(tmp_path / "RUN.yaml")
+    rank = step_memory(settings.drafter, settings.train, hidden_size=64, vocab_size=facts.vocab_size, tied=False)
+    assert told["memory"]["drafter_rank"] == rank.total
+    assert told["work"] is None
+    assert "GPU hours not estimated: there is no dataset in nowhere yet" in said
+
+
+@pytest.mark.parametrize(
+    ("template", "thinking", "words"),
+    [
+        (
+            "{% if enable_thinking %}<think>{% endif %}{{ messages }}",
+            True,
+            "`paceline generate --thinking on` (or off)",
+        ),
+        ("{{ messages }}", False, "has no switch for it"),
+        ("", None, "has no chat template"),
+    ],
+)
+def test_the_outlook_knows_whether_a_target_can_think(
+    tmp_path: Path,
+    tiny_folder: Path,
+    template: str,
+    thinking: bool | None,
+    words: str,
+    outlook_of: Callable[..., Any],
+) -> None:
+    shutil.copytree(tiny_folder, tmp_path / "t")
+    (tmp_path / "t" / "chat_template.jinja").write_text(template)
+    if not template:
+        (tmp_path / "t" / "chat_template.jinja").unlink()
+    told, said = outlook_of(tmp_path / "t", "nowhere")
+    assert told["thinking"] is thinking
+    assert words in said

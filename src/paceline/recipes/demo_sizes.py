@@ -7,7 +7,8 @@ from typing import Literal
 import torch
 
 from paceline.config import DataSettings, RunSettings, TargetSettings, TrainSettings
-from paceline.recipes.init import choose_mask_token, drafter_for, pipeline_for
+from paceline.recipes.init import drafter_for, pipeline_for
+from paceline.recipes.mask_token import choose_mask_token
 from paceline.target.load import describe
 
 

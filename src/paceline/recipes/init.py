@@ -8,9 +8,11 @@ from pydantic import ValidationError
 
 from paceline.config import DataSettings, DrafterSettings, PipelineSettings, RunSettings, TargetSettings
 from paceline.config_file import dump_settings, explain
+from paceline.data.plan import ROUND
 from paceline.drafter.taps import default_taps
+from paceline.recipes.mask_token import choose_mask_token
 from paceline.records import UserError
-from paceline.target.load import TargetFacts, describe, load_tokenizer
+from paceline.target.load import TargetFacts, describe
 from paceline.target.model import check_taps
 
 
@@ -34,8 +36,8 @@ def init(
         settings = RunSettings(
             run_dir=run_dir,
             target=TargetSettings(model=model, revision=revision),
-            drafter=drafter_for(facts, mask_token_id=choose_mask_token(facts, mask_token_id)),
-            data=DataSettings(dataset=dataset),
+            drafter=drafter_for(facts, mask_token_id=choose_mask_token(facts, mask_token_id, dataset)),
+            data=data_for(facts, dataset),
             pipeline=pipeline_for([f"cuda:{i}" for i in range(torch.cuda.device_count())] if on_gpu else []),
         )
     except ValidationError as error:
@@ -69,37 +71,16 @@ def _heads(facts: TargetFacts) -> dict[str, int]:
     return {"heads": heads, "kv_heads": max(1, heads // 4), "head_dim": 128}
 
 
+def data_for(facts: TargetFacts, dataset: str) -> DataSettings:
+    """Return the default settings of data, with shorter samples where the target turns long ones by other angles."""
+    settings, limit = DataSettings(dataset=dataset), facts.conventions.rope_limit
+    if not 0 < limit < settings.max_length:
+        return settings
+    return settings.model_copy(update={"max_length": max(limit // ROUND * ROUND, 2)})
+
+
 def pipeline_for(gpus: list[str], **changes: Any) -> PipelineSettings:
     """Return device lists: all on the CPU, colocated on one GPU, or the last of several GPUs for the drafter."""
     if not gpus:
         return PipelineSettings(**changes)
     return PipelineSettings(targets=tuple(gpus[:-1] or gpus), drafters=(gpus[-1],), **changes)
-
-
-def choose_mask_token(facts: TargetFacts, wanted: int | None) -> int:
-    """Return the mask token: the one asked for, the tokenizer's, a row without a token, or an unused special.
-
-    Raises:
-        UserError: the id is no row of the embedding, or there is no obvious choice.
-    """
-    if wanted is not None:
-        if not 0 <= wanted < facts.vocab_size:
-            raise UserError(
-                f"--mask-token-id must be a row of the target's embedding (0..{facts.vocab_size - 1}), got {wanted}."
-            )
-        return wanted
-    tokenizer = load_tokenizer(str(facts.folder))
-    if tokenizer.mask_token_id is not None:
-        return tokenizer.mask_token_id
-    if len(tokenizer) < facts.vocab_size:
-        return len(tokenizer)
-    template = tokenizer.chat_template or ""
-    named = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
-    named |= set(facts.eos_ids)
-    for token_id, token in sorted(tokenizer.added_tokens_decoder.items()):
-        if token.special and token_id not in named and token.content not in template:
-            return token_id
-    raise UserError(
-        f"{facts.name} has no spare embedding row and no unused special token for the mask. Name one that never occurs "
-        f"in your data with --mask-token-id."
-    )

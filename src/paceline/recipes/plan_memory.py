@@ -22,7 +22,7 @@ def plan_memory(run: RunSettings, console: Console) -> dict[str, Any] | None:
     if rules:
         _not_estimated(f"attention on a GPU would be dense. If compiled or captured there, {rules}", console)
         return None
-    sizes = _sizes_of_target(run.target, console)
+    sizes = sizes_of_target(run.target, console)
     if sizes is None:
         return None
     memory = step_memory(run.drafter, run.train, **sizes)
@@ -42,7 +42,7 @@ def _not_estimated(reason: str, console: Console) -> None:
     console.line(f"  memory of a drafter rank not estimated: {reason}")
 
 
-def _sizes_of_target(target: TargetSettings, console: Console) -> dict[str, Any] | None:
+def sizes_of_target(target: TargetSettings, console: Console) -> dict[str, Any] | None:
     """Return the target's hidden_size, vocab_size and whether its ends are tied, or None after a line that says why."""
     from paceline.target.load import load_config
 

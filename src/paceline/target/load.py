@@ -113,8 +113,7 @@ def describe(model: str, revision: str | None = None) -> TargetFacts:
             heads=heads,
             kv_heads=getattr(config, "num_key_value_heads", None) or heads,
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-            # Targets that are experts only have no width of their own: three times the model's, as published drafters.
-            intermediate_size=getattr(config, "intermediate_size", None) or 3 * config.hidden_size,
+            intermediate_size=_mlp_width(config),
             rope_theta=float(_rope_theta(config)),
             max_positions=config.max_position_embeddings,
             eos_ids=_eos_ids(folder, config),
@@ -358,6 +357,16 @@ def _plain_heads(config: Any) -> bool:
     partial = rope.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None))
     latent = getattr(config, "kv_lora_rank", None) is not None
     return not latent and partial in (None, 1, 1.0) and (getattr(config, "head_dim", None) or 0) <= _WIDEST_HEAD
+
+
+def _mlp_width(config: Any) -> int:
+    """Return the width of the target's MLP. Of experts only it has none of its own: then at least three times the
+    model's width, as published drafters of such targets."""
+    own = getattr(config, "intermediate_size", None) or 0
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    of_expert = experts and getattr(config, "moe_intermediate_size", None) is None  # own is an expert's, then
+    least: int = 3 * config.hidden_size
+    return max(own, least) if of_expert or not own else own
 
 
 def _rope_theta(config: Any) -> float:

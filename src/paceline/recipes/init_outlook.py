@@ -1,0 +1,81 @@
+"""What `paceline init` says beside the file it wrote: thinking or not, memory, and the work that the data is."""
+
+from pathlib import Path
+from typing import Any
+
+from paceline.config import RunSettings
+from paceline.data.chat_template import chat_template, check_known
+from paceline.data.manifest import NAME
+from paceline.data.mixture import coverage, open_mixture
+from paceline.observe.console import Console
+from paceline.recipes.plan_memory import sizes_of_target
+from paceline.records import UserError
+from paceline.runtime.profile import load_profile, profile_path, this_machine
+from paceline.target.load import describe, load_tokenizer, weight_entries
+from paceline.train.memory import gib, sizes_for_tiles, step_memory
+
+
+def outlook(settings: RunSettings, console: Console) -> dict[str, Any]:
+    """Print what a run of the settings will ask for, and return it as data."""
+    return {
+        "thinking": _thinking(settings, console),
+        "memory": _memory(settings, console),
+        "work": _work(settings, console),
+    }
+
+
+def _thinking(settings: RunSettings, console: Console) -> bool | None:
+    """Return whether the chat template has a switch for thinking; None without a template."""
+    tokenizer = load_tokenizer(settings.target.model, settings.target.revision)
+    if not tokenizer.chat_template:
+        console.line("  thinking: the tokenizer has no chat template, so data has to be token ids or plain text")
+        return None
+    try:
+        check_known(tokenizer, ["enable_thinking"], chat_template(tokenizer))
+    except UserError:
+        console.line("  thinking: the chat template has no switch for it, so completions are as the target writes them")
+        return False
+    console.line(
+        "  thinking: the chat template has a switch; a drafter is good in the mode of its data, so let `paceline "
+        "generate --thinking on` (or off) write completions in the one that you will serve"
+    )
+    return True
+
+
+def _memory(settings: RunSettings, console: Console) -> dict[str, int | None]:
+    """Return bytes of a GPU: a target replica's weights, and a drafter rank's peak where it is estimated."""
+    facts = describe(settings.target.model, settings.target.revision)
+    deepest = max(settings.drafter.taps)
+    weights = weight_entries(facts.folder, deepest=deepest) * (2 if settings.target.dtype == "bfloat16" else 4)
+    console.line(
+        f"  memory of a target replica: {gib(weights)} for its weights up to layer {deepest}, a batch comes on top"
+    )
+    sizes = sizes_of_target(settings.target, console)
+    if sizes is None or sizes_for_tiles(settings.drafter, settings.train):
+        return {"target_weights": weights, "drafter_rank": None}
+    rank = step_memory(settings.drafter, settings.train, **sizes).total
+    console.line(f"  memory of a drafter rank: {gib(rank)} of a GPU at its peak; `paceline plan` has the parts")
+    return {"target_weights": weights, "drafter_rank": rank}
+
+
+def _work(settings: RunSettings, console: Console) -> dict[str, Any] | None:
+    """Return what the data at hand is to train on, `gpu_hours` None as long as no rate is known; None without data."""
+    (folder,), train = settings.data.folders, settings.train
+    if not (Path(folder) / NAME).is_file():
+        console.line(f"  GPU hours not estimated: there is no dataset in {folder} yet; `paceline prepare` writes it")
+        return None
+    mixture = open_mixture(settings.data)
+    share = coverage(mixture, anchors_per_sample=train.anchors_per_sample, epochs=train.epochs)
+    tokens = mixture.datasets[0].manifest.tokens
+    blocks = round(share.epoch_share * share.candidates)
+    console.line(
+        f"  work: {train.epochs} epochs of {tokens:,} tokens through the target and of {blocks:,} blocks through the "
+        "drafter"
+    )
+    profile, reason = load_profile(profile_path(), this_machine())
+    lacks = "The machine profile has no rate of a target or a drafter." if profile else reason
+    console.line(
+        f"  GPU hours not estimated: {lacks} A run tells its time left after some steps; `paceline bench step` "
+        "measures a drafter's step"
+    )
+    return {"epochs": train.epochs, "tokens": tokens, "blocks": blocks, "gpu_hours": None}
