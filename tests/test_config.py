@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from paceline import __version__
 from paceline.config import DataSettings, DrafterSettings, PipelineSettings, RunSettings, TargetSettings, TrainSettings
 from paceline.config_file import dump_settings, load_settings
 from paceline.recipes.init import default_taps
@@ -176,7 +177,7 @@ def test_every_line_of_a_written_file_has_its_comment(run_yaml: Path) -> None:
     assert all("  # " in line for line in lines)
     settings = RunSettings.model_validate(TREE)
     sections = [value for value in settings.model_dump().values() if isinstance(value, dict)]
-    assert len(lines) == 1 + sum(1 + len(section) for section in sections)
+    assert len(lines) == 2 + sum(1 + len(section) for section in sections)  # version and run_dir
 
 
 def test_the_last_override_wins_and_the_file_stays(run_yaml: Path) -> None:
@@ -585,3 +586,70 @@ def test_a_shallow_target_has_no_five_taps() -> None:
     assert default_taps(6, 1) == (3,)
     with pytest.raises(UserError, match="^A target of 6 layers has no 5 distinct taps. Ask for fewer taps.$"):
         default_taps(6, 5)
+
+
+def test_a_file_says_which_version_its_keys_have(run_yaml: Path) -> None:
+    text = run_yaml.read_text()
+    assert text.startswith("version: 1  # ")
+    settings = load_settings(run_yaml)
+    older = text.split("\n", 1)[1]  # as it was written before there were versions
+    assert load_settings(written(older)) == settings
+    assert load_settings(written(json.dumps(TREE))) == settings
+
+
+@pytest.mark.parametrize(
+    ("found", "sentence"),
+    [
+        (
+            "2",
+            f"version must be at most 1, which is what paceline {__version__} knows, got 2 (in RUN.yaml): a newer "
+            "paceline wrote this file. Use that one, or write the file anew with `paceline init`.",
+        ),
+        *(
+            (
+                value,
+                f"version must be a whole number from 1 up, got {shown} (in RUN.yaml). `paceline init` writes version: "
+                "1.",
+            )
+            for value, shown in (("0", "0"), ("true", "True"), ("1.0", "1.0"), ("'1'", "'1'"), ("null", "None"))
+        ),
+    ],
+)
+def test_other_versions_are_refused_by_name(run_yaml: Path, found: str, sentence: str) -> None:
+    """Before anything else, since the keys may be others."""
+    text = run_yaml.read_text().replace("version: 1 ", f"version: {found} ").replace("lr:", "new_name_of_lr:")
+    with pytest.raises(UserError) as caught:
+        load_settings(written(text))
+    assert str(caught.value) == sentence
+
+
+def test_no_override_changes_the_version(run_yaml: Path) -> None:
+    with pytest.raises(UserError, match="^Unknown setting version "):
+        load_settings(run_yaml, ["version=1"])
+
+
+# Keys that files of version 1 had when versions began. Whoever removes or renames one has to count up and translate.
+FIRST_KEYS = """
+run_dir target.model target.revision target.dtype drafter.block_size drafter.layers drafter.taps drafter.mask_token_id
+drafter.heads drafter.kv_heads drafter.head_dim drafter.intermediate_size drafter.rope_theta drafter.rms_norm_eps
+data.dataset data.weights data.max_length data.on_long data.layout data.buckets data.edges data.align data.token_budget
+data.min_batch data.max_batch data.reshuffle data.prefetch data.bad_rows train.epochs train.max_steps
+train.context_slots train.anchor_slots train.anchors_per_sample train.batches_per_step train.optimizer train.lr
+train.schedule train.decay_share train.warmup_share train.min_lr_ratio train.betas train.weight_decay train.clip
+train.gamma train.dtype train.policy train.logits_mib train.seed train.init_from train.log_every pipeline.targets
+pipeline.drafters pipeline.target_threads pipeline.drafter_threads pipeline.credit_gib pipeline.ready_timeout_s
+pipeline.work_timeout_s pipeline.restarts pipeline.feature_cache pipeline.feature_cache_gib checkpoint.every_minutes
+checkpoint.every_steps checkpoint.keep checkpoint.on_full_disk checkpoint.grace_s checkpoint.notice_file
+evaluate.held_out evaluate.every_steps evaluate.max_rows evaluate.device evaluate.tau_every_steps evaluate.prompts
+evaluate.max_prompts evaluate.max_new_tokens evaluate.rows evaluate.disagreement guard.spike guard.window guard.rejected
+observe.sample_s observe.trackers observe.on_end
+"""
+
+
+def test_files_of_this_version_keep_their_keys(run_yaml: Path) -> None:
+    keys = {
+        f"{name}.{key}" if isinstance(value, dict) else name
+        for name, value in load_settings(run_yaml).model_dump().items()
+        for key in (value if isinstance(value, dict) else [""])
+    }
+    assert set(FIRST_KEYS.split()) <= keys

@@ -6,14 +6,19 @@ Free of torch, as config is.
 import difflib
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from paceline import __version__
 from paceline.config import RunSettings, Section
 from paceline.records import UserError
+
+# Of the keys in a file. So far keys have only ever been added, so files without a version, which were written before
+# there was one, are read as version 1. Whoever renames or removes a key counts up and translates older files here.
+VERSION: Final = 1
 
 
 def load_settings(path: Path, overrides: list[str] | None = None) -> RunSettings:
@@ -34,6 +39,7 @@ def load_settings(path: Path, overrides: list[str] | None = None) -> RunSettings
         raise UserError(
             f"{path} must hold a mapping of settings, found {type(tree).__name__}. Write one with `paceline init`."
         )
+    _check_version(tree.pop("version", VERSION), path)
     origin = {}
     for text in overrides or []:
         origin[_apply_override(tree, text)] = text
@@ -45,7 +51,7 @@ def load_settings(path: Path, overrides: list[str] | None = None) -> RunSettings
 
 def dump_settings(settings: RunSettings) -> str:
     """Return RUN.yaml's text: every key, each under a comment that says what it means."""
-    lines = []
+    lines = [f"version: {VERSION}  # of these keys; a paceline that knows only older ones refuses the file"]
     for name, field in RunSettings.model_fields.items():
         value = getattr(settings, name)
         if isinstance(value, Section):
@@ -57,6 +63,20 @@ def dump_settings(settings: RunSettings) -> str:
         else:
             lines.append(f"{name}: {_scalar(value)}  # {field.description}")
     return "\n".join(lines) + "\n"
+
+
+def _check_version(found: Any, path: Path) -> None:
+    """Refuse a file whose keys may mean what this program does not know."""
+    if isinstance(found, bool) or not isinstance(found, int) or found < 1:
+        raise UserError(
+            f"version must be a whole number from 1 up, got {repr(found)[:80]} (in {path}). `paceline init` writes "
+            f"version: {VERSION}."
+        )
+    if found > VERSION:
+        raise UserError(
+            f"version must be at most {VERSION}, which is what paceline {__version__} knows, got {found} (in {path}): "
+            "a newer paceline wrote this file. Use that one, or write the file anew with `paceline init`."
+        )
 
 
 class _Loader(yaml.SafeLoader):

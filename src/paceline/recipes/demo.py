@@ -4,6 +4,7 @@ import json
 import resource
 import shutil
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ def demo(run: Path, *, size_name: str, console: Console) -> dict[str, Any]:
     """Run every stage and write RUN/report.json. Completions of an earlier demo of the same size are used again."""
     began = time.monotonic()
     size = SIZES[size_name]
+    _check_extra()
     _claim(run)
     gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     if size_name == "gpu" and not gpus:
@@ -98,6 +100,14 @@ def demo(run: Path, *, size_name: str, console: Console) -> dict[str, Any]:
             f"two tokens equal within rounding, or a fault of paceline. Please report {run / 'report.json'}."
         )
     return report
+
+
+def _check_extra() -> None:
+    for name in ("gguf", "reasoning_gym"):
+        if find_spec(name) is None:  # before the model is fetched
+            raise UserError(
+                f"`paceline demo` needs the extra `demo`, but {name} is not installed: pip install 'paceline[demo]'."
+            )
 
 
 def _claim(run: Path) -> None:
