@@ -53,20 +53,17 @@ def test_a_slot_count_above_the_targets_context_is_no_error(build: Any) -> None:
     assert len(list(generation(build, requests(3), slots=576))) == 3
 
 
-class Failing:
-    """A target that fails at one of its forwards."""
+def failing(target: DecodingTarget, at: int) -> DecodingTarget:
+    """Let a target fail at one of its forwards."""
+    forward, left = target.forward, iter(range(at))
 
-    def __init__(self, target: DecodingTarget, at: int) -> None:
-        self._target, self._left = target, at
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._target, name)
-
-    def forward(self, *args: Any, **more: Any) -> Any:
-        self._left -= 1
-        if self._left < 0:
+    def fail(*args: Any, **more: Any) -> Any:
+        if next(left, None) is None:
             raise ValueError("the device is on fire")
-        return self._target.forward(*args, **more)
+        return forward(*args, **more)
+
+    target.forward = fail  # type: ignore[method-assign]
+    return target
 
 
 def test_a_replica_that_raises_ends_all_with_its_name_and_cause(build: Any) -> None:
@@ -74,7 +71,7 @@ def test_a_replica_that_raises_ends_all_with_its_name_and_cause(build: Any) -> N
 
     def second_fails(device: str) -> Any:
         built.append(device)
-        return build(device) if len(built) == 1 else Failing(build(device), 6)
+        return build(device) if len(built) == 1 else failing(build(device), 6)
 
     endless = (Request(i, (5, 6), 9) for i in range(10**9))
     with pytest.raises(RunError, match="generation replica . on cpu failed while running: ValueError: the device is"):

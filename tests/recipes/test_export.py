@@ -89,8 +89,10 @@ def test_folders_that_are_called_like_an_exports_files_are_no_export(run: Run) -
 def test_places_that_have_no_name(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run()
     os.symlink("loop", "loop")
-    with pytest.raises(UserError, match="loop"):
-        export(Path("run"), Path("loop"), **SAID)
+    os.symlink("nowhere", "dangling")
+    for link in ("loop", "dangling"):
+        with pytest.raises(UserError, match=rf"^{link} \(--out\) is a link that leads nowhere. Choose another place.$"):
+            export(Path("run"), Path(link), **SAID)
     Path("here").mkdir()
     monkeypatch.chdir("here")
     for write in (export, export_all):

@@ -94,10 +94,12 @@ def check_place(run: Path, out: Path | None, layout: Layout, *, overwrite: bool)
         UserError: something lies there that is no export, or an export that is not to be replaced.
     """
     out = out or run / ("export" if layout == "zlab" else f"export-{layout}")
+    if out.is_symlink() and not out.exists():  # a folder cannot take its place
+        raise UserError(f"{out} (--out) is a link that leads nowhere. Choose another place.")
     try:
         here = out.resolve() == Path.cwd()
     except RuntimeError:  # of Python up to 3.12
-        raise UserError(f"{out} (--out) is a link that leads back to itself. Choose another place.") from None
+        raise UserError(f"{out} (--out) leads through a link to itself. Choose another place.") from None
     if here:  # the shell would stay in the folder that was there before
         raise UserError(f"{out} (--out) is the working folder, which cannot be replaced. Choose another place.")
     if out.exists() and not (out.is_dir() and is_empty_or_export(out)):
