@@ -230,7 +230,7 @@ def test_the_outlook_counts_work_and_guesses_no_hours(
     data = write_dataset([([5, 6, 8, 9], 1), ([7, 11, 12, 9, 8], 2)])
     told, said = outlook_of(tiny_folder, data)
     # A block begins at a token that is learnt and followed by one that is: 2 of the first row, 2 of the second.
-    assert told["work"] == {"epochs": 6, "tokens": 9, "blocks": 4, "gpu_hours": None}
+    assert told["work"] == {"epochs": 6, "tokens": 9, "blocks": 4}
     assert "work: 6 epochs of 9 tokens through the target and of 4 blocks through the drafter" in said
     assert f"GPU hours not estimated: There is no machine profile at {tmp_path / 'machine.json'}." in said
     save_profile(

@@ -59,7 +59,10 @@ def _memory(settings: RunSettings, console: Console) -> dict[str, int | None]:
 
 
 def _work(settings: RunSettings, console: Console) -> dict[str, Any] | None:
-    """Return what the data at hand is to train on, `gpu_hours` None as long as no rate is known; None without data."""
+    """Return what the data at hand is to train on, an epoch's tokens and blocks; None without data.
+
+    Hours are not guessed from that: what is missing is told.
+    """
     (folder,), train = settings.data.folders, settings.train
     if not (Path(folder) / NAME).is_file():
         console.line(f"  GPU hours not estimated: there is no dataset in {folder} yet; `paceline prepare` writes it")
@@ -78,4 +81,4 @@ def _work(settings: RunSettings, console: Console) -> dict[str, Any] | None:
         f"  GPU hours not estimated: {lacks} A run tells its time left after some steps; `paceline bench step` "
         "measures a drafter's step"
     )
-    return {"epochs": train.epochs, "tokens": tokens, "blocks": blocks, "gpu_hours": None}
+    return {"epochs": train.epochs, "tokens": tokens, "blocks": blocks}
