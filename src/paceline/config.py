@@ -38,6 +38,18 @@ class TargetSettings(Section):
     model: str = Field(description="folder with config.json and *.safetensors, or a hub id (then set revision)")
     revision: str | None = Field(None, description="commit of the hub id; null for a folder")
     dtype: DType = Field("bfloat16", description="number format in which the target runs")
+    fast: Literal["auto", "off"] = Field(
+        "auto", description="auto: a plain decoder on a GPU skips padding and fuses; off: transformers' own forward"
+    )
+    fp8: Literal["off", "on"] = Field(
+        "off", description="on: the products of its layers in fp8 (half the memory, features a little off)"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> "TargetSettings":
+        if self.fp8 == "on" and (self.fast == "off" or self.dtype != "bfloat16"):
+            raise ValueError(f"fp8: on needs fast: auto and dtype: bfloat16, got {self.fast} and {self.dtype}")
+        return self
 
 
 class DrafterSettings(Section):

@@ -171,6 +171,13 @@ def _on_end(event: Event) -> str | None:
     return event.get("message")
 
 
+def _target_path(event: Event) -> str:
+    who, how = _filled("{role} on {device}", event), [word for word in ("compiled", "fp8") if event.get(word)]
+    if event.get("path") == "plain":
+        return f"WARNING: {who} runs transformers' own forward and not the fast path: {event.get('reason', '?')}"
+    return f"{who} runs on the fast path{' (' * bool(how)}{', '.join(how)}{')' * bool(how)}"
+
+
 def _recompile(event: Event) -> str:
     return f"a step did not fit what was compiled and ran without: {str(event.get('guard', ''))[:200]}"
 
@@ -201,6 +208,7 @@ _MADE: dict[str, Callable[[Event], str | None]] = {
     "evaluated": _evaluated,
     "evaluation_skipped": _evaluation_skipped,
     "replica_failed": _replica_failed,
+    "target_path": _target_path,
     "recompile": _recompile,
     "on_end": _on_end,
     "trained": _trained,

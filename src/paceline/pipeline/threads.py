@@ -36,7 +36,7 @@ from paceline.runtime.compiling import Policy, forbid_recompiles, warm_compiler
 from paceline.runtime.gate import Gate
 from paceline.target.feature_cache import DiskCache, FeatureCache, MemoryCache, NoCache
 from paceline.target.load import TargetFacts
-from paceline.target.replica import TargetReplica
+from paceline.target.replica import TargetReplica, pace_of
 from paceline.train.guard import Guard
 from paceline.train.rank import DrafterRank
 from paceline.train.ranks import Meeting
@@ -79,7 +79,13 @@ def train_in_threads(
     source = Dispenser(ahead, on_end=lambda count: channel.finish(count))
     channel = OrderedChannel(int(pipeline.credit_gib * 2**30), source.missing_before)
     cache = make_cache(pipeline, Path(settings.run_dir))
-    replicas = _replicas(settings, facts, largest, source, cache, channel, gate, told.on_replica)
+    misfits: list[str] = []  # micro-batches that did not fit what was compiled of a target: the guards that failed
+
+    def alarm(guard: str) -> None:
+        misfits.append(guard)
+        told.on_recompile(guard)
+
+    replicas = _replicas(settings, facts, largest, source, cache, channel, gate, policy, alarm, told.on_replica)
     dealer = Dealer(channel, len(pipeline.drafters))
     meeting = Meeting(len(pipeline.drafters))
     history = start.state["guard"] if start else None
@@ -144,7 +150,7 @@ def train_in_threads(
         warm_compiler(pipeline.drafters[0])
     with closing(cache), closing(ahead), settled:
         _run(supervisor, ranks[0], guards[0], start, saver, settings)
-    return ranks[0].drafter, sum(rank.recompiles for rank in ranks)
+    return ranks[0].drafter, len(misfits) + sum(rank.recompiles for rank in ranks)
 
 
 def _supervisor(
@@ -273,11 +279,24 @@ def _replicas(
     cache: FeatureCache,
     channel: OrderedChannel,
     gate: Gate,
+    policy: Policy,
+    alarm: Callable[[str], None],
     tell: Callable[..., None],
 ) -> Replicas:
     return Replicas(
         settings.pipeline.targets,
-        partial(_build_replica, settings, facts, largest=largest, cache=cache, channel=channel, gate=gate, tell=tell),
+        partial(
+            _build_replica,
+            settings,
+            facts,
+            largest=largest,
+            cache=cache,
+            channel=channel,
+            gate=gate,
+            policy=policy,
+            alarm=alarm,
+            tell=tell,
+        ),
         dispenser=source,
         channel=channel,
         restarts=settings.pipeline.restarts,
@@ -297,6 +316,8 @@ def _build_replica(
     cache: FeatureCache,
     channel: OrderedChannel,
     gate: Gate,
+    policy: Policy,
+    alarm: Callable[[str], None],
     tell: Callable[..., None],
 ) -> TargetReplica:
     def deliver(batch: FeatureBatch) -> bool:
@@ -307,6 +328,11 @@ def _build_replica(
     def on_split(replica: TargetReplica, tokens: TokenBatch, parts: int) -> None:
         told = {"role": replica.name, "device": device, "seq": tokens.seq, "tokens": tokens.num_tokens}
         tell("batch_split", **told, parts=parts)
+
+    def on_path(replica: TargetReplica, reason: str) -> None:
+        told = {"role": replica.name, "device": device, "path": "plain" if reason else "fast"}
+        pace = {"compiled": replica.pace.compiled and not reason, "fp8": replica.pace.fp8}
+        tell("target_path", **told, **pace, reason=reason)
 
     due = time.monotonic() + _LOADING_S
 
@@ -330,6 +356,9 @@ def _build_replica(
         gate=gate,
         on_split=on_split,
         on_loaded=on_loaded,
+        pace=pace_of(settings.target, device, policy),
+        on_path=on_path,
+        alarm=alarm,
     )
 
 

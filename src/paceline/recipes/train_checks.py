@@ -20,6 +20,7 @@ from paceline.runtime.devices import check_device
 from paceline.runtime.profile import load_profile, profile_path, this_machine
 from paceline.target.load import TargetFacts, load_tokenizer
 from paceline.target.model import check_taps
+from paceline.target.replica import pace_of
 
 LONG_SCAN = 10**8  # tokens: reading them takes so long that a person is told
 
@@ -127,7 +128,7 @@ def choose_policy(settings: RunSettings, console: Console) -> Policy:
     """Return how the drafter's step runs: as train.policy says, or as `paceline doctor` found possible here.
 
     Raises:
-        UserError: train.policy asks for what these devices or this shape cannot do.
+        UserError: train.policy, or target.fp8 with it, asks for what these devices or this shape cannot do.
     """
     wanted, train = settings.train.policy, settings.train
     on_gpu = all(torch.device(name).type == "cuda" for name in settings.pipeline.drafters)
@@ -152,4 +153,6 @@ def choose_policy(settings: RunSettings, console: Console) -> Policy:
                 f"train.anchor_slots × drafter.block_size ({slots:,}) to be multiples of {TILE}, and block_size "
                 f"to divide {TILE}. Change them, or set train.policy to eager."
             )
+    for device in settings.pipeline.targets:
+        pace_of(settings.target, device, policy)
     return policy

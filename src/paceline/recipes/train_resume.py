@@ -21,7 +21,7 @@ from paceline.train.memory import step_memory
 _TRAIN = ("train.policy", "train.log_every", "train.logits_mib")
 _DATA = ("data.prefetch", "data.bad_rows")
 _EVALUATE = tuple(f"evaluate.{key}" for key in ("every_steps", "device", "tau_every_steps", "rows", "disagreement"))
-_HOW = ("run_dir", "pipeline.", "checkpoint.", "guard.", "observe.", *_EVALUATE, *_DATA, *_TRAIN)
+_HOW = ("run_dir", "target.fast", "pipeline.", "checkpoint.", "guard.", "observe.", *_EVALUATE, *_DATA, *_TRAIN)
 _PROMPTS = ("evaluate.prompts", "evaluate.max_prompts", "evaluate.max_new_tokens")
 _WHERE = ("data.dataset", "target.model", "target.revision", "evaluate.held_out", *_PROMPTS)
 

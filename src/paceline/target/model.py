@@ -20,8 +20,10 @@ from paceline.runtime.linear import use_onednn
 from paceline.target import attention
 from paceline.target.cache import RowCache
 from paceline.target.conventions import ATTENTION, find_conventions, rope_of_batch
+from paceline.target.fast import FastTrunk
+from paceline.target.layers import why_not_plain
 from paceline.target.load import TargetFacts, decoder_of, load_causal, load_config, load_trunk
-from paceline.target.self_check import check_decoding, plain_logits
+from paceline.target.self_check import Wanted, check_decoding, plain_logits
 
 
 def check_taps(taps: Sequence[int], facts: TargetFacts) -> None:
@@ -61,7 +63,10 @@ class Taps:
 
 
 class FeatureTarget:
-    """The target up to its deepest tap; it never computes logits."""
+    """The target up to its deepest tap; it never computes logits.
+
+    It computes on the plain path, transformers' own model, until `quicken` finds that the fast one gives the same.
+    """
 
     def __init__(
         self,
@@ -74,18 +79,76 @@ class FeatureTarget:
     ) -> None:
         """Load it; see load_trunk."""
         check_taps(taps, facts)
-        self.device, self.vocab_size = torch.device(device), facts.vocab_size
+        trunk = load_trunk(facts, max(taps), dtype=dtype, device=device, on_loaded=on_loaded)
+        self._hold(trunk, taps, facts.vocab_size)
+
+    @classmethod
+    def around(cls, trunk: Any, taps: Sequence[int]) -> "FeatureTarget":
+        """Return a target made of a decoder that is there already and ends at its deepest tap."""
+        target = cls.__new__(cls)
+        target._hold(trunk, taps, trunk.config.vocab_size)
+        return target
+
+    def _hold(self, trunk: Any, taps: Sequence[int], vocab_size: int) -> None:
+        self.device, self.vocab_size = trunk.device, vocab_size
         self._which = tuple(taps)
-        self._trunk = load_trunk(facts, max(taps), dtype=dtype, device=device, on_loaded=on_loaded)
-        self._taps = Taps(self._trunk.layers, taps)
+        self._trunk = trunk
+        self._taps = Taps(trunk.layers, taps)
+        self._fast: FastTrunk | None = None
+
+    @property
+    def is_fast(self) -> bool:
+        """Whether features are computed on the fast path."""
+        return self._fast is not None
+
+    @property
+    def recompiles(self) -> int:
+        """Calls that torch would have compiled again after warm-up."""
+        return self._fast.recompiles if self._fast else 0
+
+    def quicken(self, *, fp8: bool = False) -> str:
+        """Compute on the fast path from now on if it gives what the plain one does; return why not, "" if so.
+
+        With `fp8` the products' own weights are let go of, and the plain path is gone.
+        """
+        if reason := why_not_plain(self._trunk, fp8=fp8):
+            return reason
+        try:
+            self._wanted = Wanted(self.read, self.vocab_size)
+            fast = FastTrunk(self._trunk, self._which)
+            reason = self._wanted.why_not(fast.features, fp8=False)
+            if fp8 and not reason:
+                fast.quantize()
+                reason = self._wanted.why_not(fast.features, fp8=True)
+        except (RuntimeError, NotImplementedError) as error:  # of a kernel that this device or build has not
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        self._fp8 = fp8
+        self._fast = None if reason else fast
+        return reason
+
+    def compile(self, largest: TokenBatch, alarm: Callable[[str], None]) -> str:
+        """Compile the fast path for any number of tokens up to those of a micro-batch. Run this alone (see Gate).
+
+        Return why what was compiled is not used, as `quicken` does.
+        """
+        fast = self._fast
+        if fast is None:
+            return ""
+        fast.compile(alarm)
+        fast.features(largest)
+        reason = self._wanted.why_not(fast.features, fp8=self._fp8)
+        self._fast = None if reason else fast
+        return reason
 
     def features(self, tokens: TokenBatch) -> Float[Tensor, "T D"]:
         """Return a micro-batch's features."""
-        return self.read(tokens)
+        return self._fast.features(tokens) if self._fast else self.read(tokens)
 
     @torch.inference_mode()
     def read(self, tokens: TokenBatch) -> Float[Tensor, "T D"]:
-        """Return the real tokens' features, samples end to end; also of what is only tried at load.
+        """Return the real tokens' features on the plain path, samples end to end; also of what is only tried at load.
 
         Padding is on the right, where causality hides it. Samples that share a row
         do not see one another: positions start anew with each, and from positions that do not go on (and no mask)

@@ -2,6 +2,7 @@
 
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -9,15 +10,50 @@ from jaxtyping import Float
 from torch import Tensor
 
 from paceline import blocks
+from paceline.config import TargetSettings
 from paceline.records import FeatureBatch, RunError, TokenBatch, UserError
+from paceline.runtime.compiling import Policy
 from paceline.runtime.gate import Gate
 from paceline.target.feature_cache import FeatureCache
 from paceline.target.halves import halves
 from paceline.target.load import TargetFacts, fingerprint
 from paceline.target.model import FeatureTarget
+from paceline.target.products import check_fp8
 from paceline.target.self_check import check_features
 
 _IDLE = "waiting for data"
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How a replica computes."""
+
+    fast: bool = False  # on the fast path, where the target is plain and it gives the same
+    compiled: bool = False  # that path
+    fp8: bool = False  # its products
+
+
+def pace_of(target: TargetSettings, device: str, policy: Policy) -> Pace:
+    """Return how a replica on a device computes.
+
+    On a CPU the fast path rounds otherwise and gains little, so there it is taken only where the step is compiled.
+
+    Raises:
+        UserError: fp8 is asked for and cannot be had there.
+    """
+    where = torch.device(device)
+    fast = target.fast == "auto" and (where.type == "cuda" or policy == "compiled")
+    if target.fp8 == "on" and not fast:
+        raise UserError(
+            f"target.fp8: on is a part of the fast path, which on {device} (pipeline.targets) runs with train.policy: "
+            f"compiled only, got {policy}. Set it to off, or use a GPU."
+        )
+    if target.fp8 == "on":
+        check_fp8(where, "target.fp8")
+    return Pace(fast, fast and policy != "eager", target.fp8 == "on")
+
+
+_PLAIN = Pace()
 
 
 class TargetReplica:
@@ -39,14 +75,20 @@ class TargetReplica:
         gate: Gate,
         on_split: Callable[["TargetReplica", TokenBatch, int], None],
         on_loaded: Callable[["TargetReplica", float], None] = lambda replica, share: None,
+        pace: Pace = _PLAIN,
+        on_path: Callable[["TargetReplica", str], None] = lambda replica, reason: None,
+        alarm: Callable[[str], None] = lambda guard: None,
     ) -> None:
         """`deliver` returns whether the features were still wanted; `on_split` is told of a micro-batch that is
-        computed again for lack of memory, and in how many parts; `on_loaded` which share of the weights is there.
+        computed again for lack of memory, and in how many parts; `on_loaded` which share of the weights is there;
+        `on_path` why the fast path that was asked for is not taken, nothing if it is; `alarm` what did not fit what was
+        compiled.
         """
         self.name, self.device, self.doing = f"target replica {index}", device, ""
         self._facts, self._taps, self._dtype, self._wire = facts, taps, dtype, wire
         self._largest, self._source, self._cache = largest, source, cache
         self._deliver, self._gate, self._on_split, self._on_loaded = deliver, gate, on_split, on_loaded
+        self.pace, self._on_path, self._alarm = pace, on_path, alarm
 
     def load(self) -> None:
         """Load the weights and see that they give what they should.
@@ -64,6 +106,8 @@ class TargetReplica:
             check_features(self._target, self._facts.name, packed=True)
         except UserError as error:  # which matters only where samples share a row
             self._unpackable = error
+        if self.pace.fast:
+            self._told_path(self._target.quicken(fp8=self.pace.fp8), certain=not self.pace.compiled)
 
     def unload(self) -> None:
         """Let go of the weights; the replica is of no use any more."""
@@ -77,6 +121,8 @@ class TargetReplica:
         """
         self.doing = f"the largest micro-batch {tuple(self._largest.input_ids.shape)}"
         try:
+            if self.pace.compiled and self._target.is_fast:
+                self._told_path(self._target.compile(self._largest, self._alarm), certain=True)
             features_TD = self._whole(self._largest)
         except torch.OutOfMemoryError as error:
             raise _too_large(self._largest, error) from error
@@ -110,6 +156,16 @@ class TargetReplica:
             self.doing = _IDLE  # the next micro-batch is built while it is asked for, and may be what fails
         self.doing = ""
 
+    def _told_path(self, reason: str, *, certain: bool) -> None:
+        """Tell which path is taken, once that is certain: after `reason` the plain one, without the fast one."""
+        if reason and self.pace.fp8:
+            raise UserError(
+                f"target.fp8: on is a part of the fast path, which {self._facts.name} cannot take: {reason}. Set it to "
+                "off, or use another target."
+            )
+        if reason or certain:
+            self._on_path(self, reason)
+
     def _features(self, tokens: TokenBatch) -> Float[Tensor, "T D"]:
         try:
             return self._whole(tokens)
@@ -126,7 +182,7 @@ class TargetReplica:
             raise _too_large(tokens, error) from error
 
     def _whole(self, tokens: TokenBatch) -> Float[Tensor, "T D"]:
-        if tokens.packed and self._unpackable:
+        if tokens.packed and self._unpackable and not self._target.is_fast:
             raise self._unpackable
         return self._target.features(tokens).to(self._wire)
 

@@ -6,7 +6,7 @@ what transformers itself computes, and what samples give together against what e
 Shapes: T tokens, V vocabulary, D = m * H.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 # which strikes some tokens. A sample that sees another one is off by as much as it has.
 _LIMIT = {torch.float64: 1e-6, torch.float32: 1e-3}
 _LOW_PRECISION_LIMIT = 0.25
+# Between the fast path and the plain one, where nothing is chosen otherwise; in fp8 products are other ones.
+_FAST_LIMIT = {torch.float64: 1e-3, torch.float32: 1e-3}  # transformers' norms are float32 whatever the format
+_FAST_LOW_PRECISION_LIMIT, _FP8_LIMIT = 0.1, 0.5
 _LONG, _SHORT = 24, 5  # tokens of the two samples
 _READ = 17  # tokens of the longer one that decoding reads as a prompt
 
@@ -62,6 +65,25 @@ def check_features(target: "FeatureTarget", name: str, *, packed: bool) -> None:
                 f"A sample's features must be the same alone and in a batch ({what}), and those of {name} are not: "
                 "its layers let tokens see what follows them, or samples one another. Use another layout or target."
             )
+
+
+class Wanted:
+    """What the plain path gives of two samples, to hold the fast one against."""
+
+    def __init__(self, plain: Callable[[TokenBatch], Tensor], vocab_size: int) -> None:
+        self._batch = _batch(_samples(vocab_size))
+        with _nobody_builds():
+            self._features_TD = plain(self._batch)
+
+    def why_not(self, fast: Callable[[TokenBatch], Tensor], *, fp8: bool) -> str:
+        """Return why features of the fast path are not the plain one's, as the end of a sentence; "" if they are."""
+        with _nobody_builds():
+            error_T = _errors(fast(self._batch), self._features_TD)
+        limit = _FP8_LIMIT if fp8 else _FAST_LIMIT.get(self._features_TD.dtype, _FAST_LOW_PRECISION_LIMIT)
+        worst = max(part.median().item() for part in (error_T[:_LONG], error_T[_LONG:]))
+        if worst <= limit:
+            return ""
+        return f"its features differ from transformers' own by {worst:.2g} of their size, more than {limit:g}"
 
 
 @_nobody_builds()
@@ -114,7 +136,12 @@ def _batch(samples: Sequence[Sequence[int]], *, packed: bool = False) -> TokenBa
 
 def _is_near(found_TX: Tensor, wanted_TX: Tensor) -> bool:
     """Compare by token; of tokens that stand behind one another in a sample the middle one counts."""
-    error_T = (found_TX - wanted_TX).float().norm(dim=-1) / wanted_TX.float().norm(dim=-1).clamp_min(1e-30)
+    error_T = _errors(found_TX, wanted_TX)
     limit = _LIMIT.get(found_TX.dtype, _LOW_PRECISION_LIMIT)
     parts = [error_T[:-_SHORT], error_T[-_SHORT:]]
     return all(bool(part.median() <= limit) for part in parts)
+
+
+def _errors(found_TX: Tensor, wanted_TX: Tensor) -> Tensor:
+    """Return how far off each token is, as a share of its size."""
+    return (found_TX - wanted_TX).float().norm(dim=-1) / wanted_TX.float().norm(dim=-1).clamp_min(1e-30)

@@ -1,0 +1,74 @@
+"""Products with frozen matrices on the fast path: in the target's own format, or in fp8.
+
+In fp8 a matrix is quantized once, each row (an output) with a scale of its own, and activations as they come, each row
+(a token) with its own. Values are e4m3, sums are made by the tensor cores, and what leaves is in the target's format.
+
+Shapes: T tokens, N outputs, K inputs.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from paceline.records import UserError
+
+E4M3 = torch.float8_e4m3fn
+_LARGEST = torch.finfo(E4M3).max
+_TILE = 16  # entries: what the fp8 product wants inputs and outputs to be multiples of
+_NEEDED = (8, 9)  # compute capability: Ada and Hopper are the first with fp8 products
+
+
+class Matrix(NamedTuple):
+    """A frozen matrix and its bias. With a scale for each output it is in fp8."""
+
+    weight_NK: Tensor
+    scale_N1: Tensor | None
+    bias_N: Tensor | None
+
+
+def product(x_TK: Tensor, matrix: Matrix) -> Tensor:
+    """Return the rows of x times the transposed matrix, plus its bias, in x's format."""
+    if matrix.scale_N1 is None:
+        return nn.functional.linear(x_TK, matrix.weight_NK, matrix.bias_N)
+    quantized_TK, scale_T1 = quantize(x_TK)
+    made_TN = torch._scaled_mm(
+        quantized_TK,
+        matrix.weight_NK.t(),
+        scale_a=scale_T1,
+        scale_b=matrix.scale_N1.t(),
+        out_dtype=x_TK.dtype,
+        use_fast_accum=True,
+    )
+    return made_TN if matrix.bias_N is None else made_TN + matrix.bias_N
+
+
+def quantize(x_TK: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x in e4m3 and the float32 scale [T, 1] of each row, by which it must be multiplied to be x again."""
+    wide_TK = x_TK.float()
+    scale_T1 = (wide_TK.abs().amax(-1, keepdim=True) / _LARGEST).clamp_min(1e-12)
+    return (wide_TK / scale_T1).clamp(-_LARGEST, _LARGEST).to(E4M3), scale_T1
+
+
+def in_fp8(matrix: Matrix) -> Matrix:
+    """Return a matrix in fp8."""
+    return Matrix(*quantize(matrix.weight_NK), matrix.bias_N)
+
+
+def check_fp8(device: torch.device, key: str) -> None:
+    """Refuse a GPU without fp8 products; `key` says where they were asked for.
+
+    Raises:
+        UserError: its compute capability is too low.
+    """
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _NEEDED:
+        major, minor = torch.cuda.get_device_capability(device)
+        raise UserError(
+            f"{key}: on needs a GPU of compute capability {_NEEDED[0]}.{_NEEDED[1]} or newer, and {device} "
+            f"({torch.cuda.get_device_name(device)}) has {major}.{minor}. Set it to off, or use another GPU."
+        )
+
+
+def fits_fp8(weight_NK: Tensor) -> bool:
+    """Return whether a matrix has sizes that the fp8 product takes."""
+    return all(size % _TILE == 0 for size in weight_NK.shape)

@@ -1,0 +1,87 @@
+"""Causal attention of samples that lie end to end, none of which sees another, without a mask and without padding.
+
+On a GPU of the Ampere generation or newer one kernel takes all samples (torch.nn.attention.varlen, which is
+FlashAttention). Elsewhere, and for formats and widths that the kernel does not know, torch's own attention is called
+sample by sample.
+
+Shapes: T tokens, H query heads, M key/value heads, E head width, n samples.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+_WIDEST = 256  # head width that FlashAttention takes
+_AMPERE = (8, 0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ends:
+    """Where samples end."""
+
+    lengths: tuple[int, ...]
+    edges: Tensor  # int32 [n + 1] on the device: 0, and the sum of lengths after each sample
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sample."""
+        return max(self.lengths)
+
+
+def samples_apart(
+    q_THE: Tensor, k_TME: Tensor, v_TME: Tensor, ends: Ends, *, window: int, scale: float, one_kernel: bool
+) -> Tensor:
+    """Return what each token reads, [T, H, E]. Tokens behind the last sample read anything.
+
+    `window` is how many tokens one sees, itself included; 0: all before it.
+    """
+    if one_kernel:
+        return _at_once(q_THE, k_TME, v_TME, ends, window, scale)
+    out_THE = torch.zeros_like(q_THE)  # whatever is behind the last sample stays finite
+    start = 0
+    for length in ends.lengths:
+        here = slice(start, start + length)
+        out_THE[here] = _alone(q_THE[here], k_TME[here], v_TME[here], window, scale)
+        start += length
+    return out_THE
+
+
+def has_one_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Return whether one kernel takes all samples: on this device, in this format, for heads of this width."""
+    fits = dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= _WIDEST
+    return fits and device.type == "cuda" and torch.cuda.get_device_capability(device) >= _AMPERE
+
+
+def _at_once(q: Tensor, k: Tensor, v: Tensor, ends: Ends, window: int, scale: float) -> Tensor:
+    varlen_attn, grouped = _kernel()
+    seen = (window - 1 if window else -1, 0)
+    read: Tensor = varlen_attn(
+        q, k, v, ends.edges, ends.edges, ends.longest, ends.longest, scale=scale, window_size=seen, **grouped
+    )
+    return read
+
+
+@cache
+def _kernel() -> tuple[Callable[..., Any], dict[str, bool]]:
+    """Return the function, and what this version must be told so that query heads may share a key/value head."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn, {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+
+def _alone(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor:
+    q, k, v = (part.transpose(0, 1)[None] for part in (q, k, v))
+    length, mask = q.shape[2], None
+    if window and length > window:
+        at = torch.arange(length, device=q.device)
+        mask = (at <= at[:, None]) & (at > at[:, None] - window)
+    read = scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return read[0].transpose(0, 1)
