@@ -25,12 +25,13 @@ def losses(
         dtype: str,
         slots: int = 100,
         more: dict[str, Any] | None = None,
+        target: dict[str, Any] | None = None,
         **data: Any,
     ) -> list[float]:
         """`devices` are the target's and those of the drafter's ranks; `more` are settings of train."""
         tree = {
             "run_dir": str(tmp_path / name),
-            "target": {"model": str(tiny_folder), "dtype": dtype},
+            "target": {"model": str(tiny_folder), "dtype": dtype} | (target or {}),
             "drafter": shape.model_dump(),
             "data": {"dataset": str(dataset), "token_budget": 120, "align": 8, "buckets": 3} | data,
             "train": {"max_steps": 20, "context_slots": slots, "anchor_slots": slots // 6, "anchors_per_sample": 4}

@@ -16,6 +16,7 @@ from paceline.runtime.compiling import forbid_recompiles
 from paceline.runtime.gate import Gate
 from paceline.target import fast as fast_module
 from paceline.target import layers as layers_module
+from paceline.target import varlen
 from paceline.target.fast import FastTrunk
 from paceline.target.feature_cache import NoCache
 from paceline.target.layers import why_not_plain
@@ -23,6 +24,7 @@ from paceline.target.load import TargetFacts
 from paceline.target.model import FeatureTarget
 from paceline.target.products import Matrix, check_fp8, in_fp8, product
 from paceline.target.replica import Pace, TargetReplica, pace_of
+from paceline.target.varlen import kernel_for
 
 TAPS = (0, 2, 4)
 LENGTHS = (9, 17, 1, 4, 23)
@@ -243,6 +245,25 @@ def test_a_target_in_fp8_holds_half_and_is_near(tiny: TargetFacts) -> None:
         part for layer in target._fast._layers.weights for part in flat(layer) if part.ndim == 2 and part.shape[1] > 1
     ]
     assert {part.dtype for part in own} == {torch.float8_e4m3fn}
+
+
+def test_the_kernel_is_the_fastest_that_takes_the_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda:0")
+    half, whole = torch.bfloat16, torch.float32
+    generation, there = [9, 0], [True]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: tuple(generation))
+    monkeypatch.setattr(varlen.importlib.util, "find_spec", lambda name: there[0] or None)
+    assert kernel_for(cpu, half, 128, windows=False) == "sample by sample"
+    assert kernel_for(gpu, whole, 128, windows=False) == "sample by sample"
+    assert kernel_for(gpu, half, 512, windows=False) == "sample by sample"
+    assert kernel_for(gpu, half, 20, windows=False) == "sample by sample"
+    assert kernel_for(gpu, half, 128, windows=False) == "FlashAttention 3"
+    assert kernel_for(gpu, half, 128, windows=True) == "FlashAttention 2"
+    assert kernel_for(gpu, torch.float16, 128, windows=False) == "FlashAttention 2"
+    there[0] = False
+    assert kernel_for(gpu, half, 128, windows=False) == "FlashAttention 2"
+    generation[0] = 7
+    assert kernel_for(gpu, half, 128, windows=False) == "sample by sample"
 
 
 def test_how_a_replica_computes_follows_from_device_and_policy() -> None:

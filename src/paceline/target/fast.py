@@ -22,7 +22,7 @@ from paceline.blocks import context_positions
 from paceline.records import TokenBatch
 from paceline.runtime.compiling import OneShape
 from paceline.target.layers import enter, leave, plain_layers, quantize_layers
-from paceline.target.varlen import Ends, has_one_kernel, samples_apart
+from paceline.target.varlen import Ends, kernel_for, samples_apart
 
 _TILE = 128  # tokens: what products are computed in, so that padding to it costs no more than their own
 
@@ -36,7 +36,8 @@ class FastTrunk:
         self._layers = plain_layers(trunk)
         weight = trunk.embed_tokens.weight
         self._device, self._dtype, self._width = weight.device, weight.dtype, weight.shape[1]
-        self._one_kernel = has_one_kernel(weight.device, weight.dtype, self._layers.shape.head_dim)
+        windows = any(self._layers.windows)
+        self.kernel = kernel_for(weight.device, weight.dtype, self._layers.shape.head_dim, windows=windows)
         self._enter: Callable[..., Any] = enter
         self._leave: Callable[..., Any] = leave
 
@@ -65,7 +66,8 @@ class FastTrunk:
         features_TD = x_PH.new_empty(used, len(self._taps) * self._width)
         for index, (weights, window) in enumerate(zip(layers.weights, layers.windows, strict=True)):
             q, k, v = self._enter(_any_count(x_PH), weights, _any_count(cos_PE), _any_count(sin_PE), layers.shape)
-            read = samples_apart(q, k, v, ends, window=window, scale=layers.shape.scale, one_kernel=self._one_kernel)
+            read = samples_apart(q, k, v, ends, window=window, scale=layers.shape.scale, kernel=self.kernel)
+            del q, k, v  # before the MLP, which needs the room
             x_PH = cast(Tensor, self._leave(_any_count(x_PH), _any_count(read.flatten(1)), weights, layers.shape))
             if index in self._taps:
                 at = self._taps.index(index) * self._width

@@ -120,7 +120,7 @@ class FeatureTarget:
             if fp8 and not reason:
                 fast.quantize()
                 reason = self._wanted.why_not(fast.features, fp8=True)
-        except (RuntimeError, NotImplementedError) as error:  # of a kernel that this device or build has not
+        except (RuntimeError, ImportError, OSError) as error:  # of a kernel that this device or build has not
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

@@ -1,24 +1,26 @@
 """Causal attention of samples that lie end to end, none of which sees another, without a mask and without padding.
 
-On a GPU of the Ampere generation or newer one kernel takes all samples (torch.nn.attention.varlen, which is
-FlashAttention). Elsewhere, and for formats and widths that the kernel does not know, torch's own attention is called
-sample by sample.
+On a GPU of the Ampere generation or newer one kernel takes all samples: that of torch.nn.attention.varlen, which is
+FlashAttention 2, or on Hopper FlashAttention 3 where the package fa3-fwd is installed. Elsewhere, and for formats and
+widths that these do not know, torch's own attention is called sample by sample.
 
 Shapes: T tokens, H query heads, M key/value heads, E head width, n samples.
 """
 
+import importlib.util
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+Kernel = Literal["FlashAttention 3", "FlashAttention 2", "sample by sample"]
 _WIDEST = 256  # head width that FlashAttention takes
-_AMPERE = (8, 0)
+_FA3 = "fa3_fwd_interface"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,15 +36,29 @@ class Ends:
         return max(self.lengths)
 
 
+def kernel_for(device: torch.device, dtype: torch.dtype, head_dim: int, *, windows: bool) -> Kernel:
+    """Return the fastest kernel for heads of a width, some of which see a window only."""
+    half = dtype in (torch.bfloat16, torch.float16)
+    if device.type != "cuda" or not half or head_dim % 8 or head_dim > _WIDEST:
+        return "sample by sample"
+    generation = torch.cuda.get_device_capability(device)[0]
+    # fa3-fwd is built without windows and without float16, and for Hopper.
+    if generation == 9 and dtype == torch.bfloat16 and not windows and importlib.util.find_spec(_FA3):
+        return "FlashAttention 3"
+    return "FlashAttention 2" if generation >= 8 else "sample by sample"
+
+
 def samples_apart(
-    q_THE: Tensor, k_TME: Tensor, v_TME: Tensor, ends: Ends, *, window: int, scale: float, one_kernel: bool
+    q_THE: Tensor, k_TME: Tensor, v_TME: Tensor, ends: Ends, *, window: int, scale: float, kernel: Kernel
 ) -> Tensor:
     """Return what each token reads, [T, H, E]. Tokens behind the last sample read anything.
 
     `window` is how many tokens one sees, itself included; 0: all before it.
     """
-    if one_kernel:
-        return _at_once(q_THE, k_TME, v_TME, ends, window, scale)
+    if kernel == "FlashAttention 3":
+        return _fa3(q_THE, k_TME, v_TME, ends, scale)
+    if kernel == "FlashAttention 2":
+        return _fa2(q_THE, k_TME, v_TME, ends, window, scale)
     out_THE = torch.zeros_like(q_THE)  # whatever is behind the last sample stays finite
     start = 0
     for length in ends.lengths:
@@ -52,23 +68,25 @@ def samples_apart(
     return out_THE
 
 
-def has_one_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Return whether one kernel takes all samples: on this device, in this format, for heads of this width."""
-    fits = dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= _WIDEST
-    return fits and device.type == "cuda" and torch.cuda.get_device_capability(device) >= _AMPERE
-
-
-def _at_once(q: Tensor, k: Tensor, v: Tensor, ends: Ends, window: int, scale: float) -> Tensor:
-    varlen_attn, grouped = _kernel()
-    seen = (window - 1 if window else -1, 0)
-    read: Tensor = varlen_attn(
-        q, k, v, ends.edges, ends.edges, ends.longest, ends.longest, scale=scale, window_size=seen, **grouped
+def _fa3(q: Tensor, k: Tensor, v: Tensor, ends: Ends, scale: float) -> Tensor:
+    interface = importlib.import_module(_FA3)
+    edges, longest = ends.edges, ends.longest
+    read: Tensor = interface.flash_attn_varlen_func(
+        q, k, v, edges, edges, longest, longest, softmax_scale=scale, causal=True
     )
     return read
 
 
+def _fa2(q: Tensor, k: Tensor, v: Tensor, ends: Ends, window: int, scale: float) -> Tensor:
+    varlen_attn, grouped = _varlen()
+    edges, longest = ends.edges, ends.longest
+    seen = (window - 1 if window else -1, 0)
+    read: Tensor = varlen_attn(q, k, v, edges, edges, longest, longest, scale=scale, window_size=seen, **grouped)
+    return read
+
+
 @cache
-def _kernel() -> tuple[Callable[..., Any], dict[str, bool]]:
+def _varlen() -> tuple[Callable[..., Any], dict[str, bool]]:
     """Return the function, and what this version must be told so that query heads may share a key/value head."""
     from torch.nn.attention.varlen import varlen_attn
 

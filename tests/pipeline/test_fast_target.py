@@ -1,0 +1,77 @@
+"""A run whose target takes the fast path: the same drafter but for rounding, and nothing is compiled again."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trained_run import of, run
+
+from paceline.config import RunSettings
+from paceline.observe.console import Console
+from paceline.recipes.train_checks import choose_policy
+from paceline.records import RunError, UserError
+
+
+@pytest.fixture
+def settings(
+    tmp_path: Path, tiny_folder: Path, shape: Any, write_dataset: Callable[..., Path], random_rows: list
+) -> Callable[..., RunSettings]:
+    dataset = write_dataset(random_rows)
+
+    def make(name: str, **changes: dict[str, object]) -> RunSettings:
+        tree: dict[str, Any] = {
+            "run_dir": str(tmp_path / name),
+            "target": {"model": str(tiny_folder), "dtype": "float32"},
+            "drafter": shape.model_dump(),
+            "data": {"dataset": str(dataset), "token_budget": 120, "layout": "packed"},
+            "train": {"epochs": 20, "max_steps": 12, "context_slots": 128, "anchor_slots": 16, "anchors_per_sample": 4}
+            | {"dtype": "float32", "log_every": 1, "lr": 1e-2, "policy": "compiled"},
+            "pipeline": {"targets": ["cpu"] * 2, "drafters": ["cpu"]},
+        }
+        for section, values in changes.items():
+            tree[section] = tree.get(section, {}) | values
+        return RunSettings.model_validate(tree)
+
+    return make
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("traceable")
+def test_the_drafter_learns_the_same(settings: Any) -> None:
+    plain, _ = run(settings("plain", target={"fast": "off"}))
+    fast, _ = run(settings("fast"))
+    again, _ = run(settings("one", pipeline={"targets": ["cpu"]}))
+    assert of(plain, "target_path") == []
+    how = {"event": "target_path", "schema": 1, "device": "cpu", "path": "fast"}
+    how |= {"compiled": True, "fp8": False, "reason": ""}
+    told = sorted(of(fast, "target_path"), key=lambda event: event["role"])
+    assert told == [{**how, "role": f"target replica {index}"} for index in range(2)]
+    losses = [[event["loss"] for event in of(found, "step")] for found in (plain, fast, again)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+    assert losses[1] != losses[0], "by other operations"
+    assert losses[2] == losses[1], "whatever the number of replicas"
+    assert (of(fast, "recompile"), of(fast, "trained")[0]["recompiles"]) == ([], 0)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("traceable")
+def test_micro_batches_that_do_not_fit_what_was_compiled_are_told_of(
+    settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the mark that lets the number of tokens vary each is another shape."""
+    monkeypatch.setattr("paceline.target.fast._any_count", lambda tensor: tensor)
+    monkeypatch.setattr("paceline.target.fast._TILE", 1)
+    found, _ = run(settings("run"))
+    assert of(found, "trained")[0]["recompiles"] == len(of(found, "recompile")) > 0
+
+
+def test_what_cannot_take_the_fast_path_is_refused_for_fp8_alone(
+    settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    eight = settings("run", target={"fp8": "on", "dtype": "bfloat16"}, train={"policy": "eager"})
+    with pytest.raises(UserError, match="target.fp8: on is a part of the fast path"):
+        choose_policy(eight, Console(json=True))
+    monkeypatch.setattr("paceline.target.model.why_not_plain", lambda trunk, fp8: "it is odd")
+    with pytest.raises(RunError, match="failed while loading: target.fp8: on .* cannot take: it is odd. Set it to off"):
+        run(settings("run", target={"fp8": "on", "dtype": "bfloat16"}, train={"policy": "compiled"}))
