@@ -73,6 +73,16 @@ def test_sentences(event: dict[str, Any], says: str) -> None:
     assert (line_of(event) or "").startswith(says)
 
 
+def test_which_path_a_target_takes() -> None:
+    role = {"event": "target_path", "role": "target replica 1", "device": "cuda:1"}
+    fast = role | {"path": "fast", "compiled": True, "fp8": True, "attention": "FlashAttention 3", "reason": ""}
+    says = "target replica 1 on cuda:1 runs on the fast path (compiled, fp8, attention: FlashAttention 3)"
+    assert line_of(fast) == says
+    plain = role | {"path": "plain", "compiled": False, "fp8": False, "attention": None, "reason": "it is odd"}
+    says = "WARNING: target replica 1 on cuda:1 runs transformers' own forward and not the fast path: it is odd"
+    assert line_of(plain) == says
+
+
 def test_what_has_no_line() -> None:
     assert line_of(told("checksums", 0, shards=3)) is None
     assert line_of(told("of the future", 0)) is None

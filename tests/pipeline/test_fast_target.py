@@ -44,7 +44,7 @@ def test_the_drafter_learns_the_same(settings: Any) -> None:
     again, _ = run(settings("one", pipeline={"targets": ["cpu"]}))
     assert of(plain, "target_path") == []
     how = {"event": "target_path", "schema": 1, "device": "cpu", "path": "fast"}
-    how |= {"compiled": True, "fp8": False, "reason": ""}
+    how |= {"compiled": True, "fp8": False, "attention": "sample by sample", "reason": ""}
     told = sorted(of(fast, "target_path"), key=lambda event: event["role"])
     assert told == [{**how, "role": f"target replica {index}"} for index in range(2)]
     losses = [[event["loss"] for event in of(found, "step")] for found in (plain, fast, again)]

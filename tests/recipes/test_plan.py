@@ -153,7 +153,11 @@ def test_memory_is_part_of_a_runs_plan_alone(run_yaml: Path, tiny_folder: Path) 
     report = plan_epoch(run_yaml, [f"target.model={tiny_folder}"], seed=None, console=Console(json=True))
     parts = {key: value for key, value in report["memory"].items() if key not in ("total", "peak", "ranks")}
     assert sum(parts.values()) == report["memory"]["total"] > 0
-    assert "memory" not in plan_epoch(run_yaml.parent / "one", [], seed=None, console=Console(json=True))
+    target = {key: value for key, value in report["target"].items() if key not in ("total", "replicas")}
+    assert sum(target.values()) == report["target"]["total"] > 0
+    assert report["target"]["replicas"] == {"cpu": 1}
+    alone = plan_epoch(run_yaml.parent / "one", [], seed=None, console=Console(json=True))
+    assert not {"memory", "target"} & alone.keys()
 
 
 @pytest.mark.parametrize(

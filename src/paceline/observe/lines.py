@@ -173,9 +173,10 @@ def _on_end(event: Event) -> str | None:
 
 def _target_path(event: Event) -> str:
     who, how = _filled("{role} on {device}", event), [word for word in ("compiled", "fp8") if event.get(word)]
+    how.append(f"attention: {event.get('attention', '?')}")
     if event.get("path") == "plain":
         return f"WARNING: {who} runs transformers' own forward and not the fast path: {event.get('reason', '?')}"
-    return f"{who} runs on the fast path{' (' * bool(how)}{', '.join(how)}{')' * bool(how)}"
+    return f"{who} runs on the fast path ({', '.join(how)})"
 
 
 def _recompile(event: Event) -> str:

@@ -332,7 +332,7 @@ def _build_replica(
     def on_path(replica: TargetReplica, reason: str) -> None:
         told = {"role": replica.name, "device": device, "path": "plain" if reason else "fast"}
         pace = {"compiled": replica.pace.compiled and not reason, "fp8": replica.pace.fp8}
-        tell("target_path", **told, **pace, reason=reason)
+        tell("target_path", **told, **pace, attention=replica.attention, reason=reason)
 
     due = time.monotonic() + _LOADING_S
 

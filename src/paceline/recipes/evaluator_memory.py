@@ -11,6 +11,7 @@ from paceline.decode.engine import kept_slots
 from paceline.decode.memory import EngineMemory, TargetShape, engine_memory
 from paceline.decode.prompts import reach_for
 from paceline.observe.console import Console
+from paceline.recipes.target_memory import replica_memory
 from paceline.recipes.train_prompts import Prompts, open_prompts
 from paceline.records import UserError
 from paceline.target.load import TargetFacts, describe, weight_entries
@@ -46,7 +47,7 @@ def beside(settings: RunSettings, facts: TargetFacts) -> dict[str, int]:
     """Return what others need on the evaluator's device, in bytes by who they are; 0 where it is not estimated."""
     device, pipeline = settings.evaluate.device, settings.pipeline
     rank = 0 if sizes_for_tiles(settings.drafter, settings.train) else _step_memory(settings, facts).total
-    trunk = weight_entries(facts.folder, deepest=max(settings.drafter.taps)) * _itemsize(settings.target.dtype)
+    trunk = replica_memory(settings, facts).weights
     return {f"drafter rank {at}": rank for at, name in enumerate(pipeline.drafters) if name == device} | {
         f"target replica {at}": trunk for at, name in enumerate(pipeline.targets) if name == device
     }

@@ -33,7 +33,7 @@ def plan_epoch(what: Path, overrides: list[str], *, seed: int | None, console: C
     share = coverage(mixture, anchors_per_sample=train.anchors_per_sample, epochs=train.epochs)
     print_buckets(buckets, console)
     _print_losses(lost, share, train, console)
-    memory = {"memory": plan_memory(run, console)} if run else {}
+    memory = {"memory": plan_memory(run, console), "target": _target(run, console)} if run else {}
     if run and run.evaluate.device is not None:
         memory["evaluator"] = _evaluator(run, console)
     return {
@@ -52,6 +52,12 @@ def plan_epoch(what: Path, overrides: list[str], *, seed: int | None, console: C
         "plan_s": round(planned - opened, 4),
         **memory,
     }
+
+
+def _target(run: RunSettings, console: Console) -> dict[str, Any] | None:
+    from paceline.recipes.target_memory import plan_target  # late, because it needs torch
+
+    return plan_target(run, target_folder(run.target), console)
 
 
 def _evaluator(run: RunSettings, console: Console) -> dict[str, Any] | None:

@@ -24,6 +24,7 @@ from paceline.target.fast import FastTrunk
 from paceline.target.layers import why_not_plain
 from paceline.target.load import TargetFacts, decoder_of, load_causal, load_config, load_trunk
 from paceline.target.self_check import Wanted, check_decoding, plain_logits
+from paceline.target.varlen import Kernel
 
 
 def check_taps(taps: Sequence[int], facts: TargetFacts) -> None:
@@ -100,6 +101,11 @@ class FeatureTarget:
     def is_fast(self) -> bool:
         """Whether features are computed on the fast path."""
         return self._fast is not None
+
+    @property
+    def kernel(self) -> Kernel | None:
+        """What computes attention on the fast path; None on the plain one, where transformers chooses."""
+        return self._fast.kernel if self._fast else None
 
     @property
     def recompiles(self) -> int:

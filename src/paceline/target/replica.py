@@ -109,6 +109,11 @@ class TargetReplica:
         if self.pace.fast:
             self._told_path(self._target.quicken(fp8=self.pace.fp8), certain=not self.pace.compiled)
 
+    @property
+    def attention(self) -> str | None:
+        """Which kernel reads the samples, once weights are loaded; None on the plain path."""
+        return self._target.kernel
+
     def unload(self) -> None:
         """Let go of the weights; the replica is of no use any more."""
         vars(self).pop("_target", None)
