@@ -314,9 +314,25 @@ def test_a_replica_tells_which_path_it_takes(tiny: TargetFacts, monkeypatch: pyt
     assert told == [""]
     monkeypatch.setattr("paceline.target.model.why_not_plain", lambda trunk, fp8: "it is odd")
     replica_of(tiny, Pace(fast=True), told).load()
-    assert told == ["", "it is odd"]
+    replica_of(tiny, Pace(fast=True, compiled=True), told).load()
+    assert told == ["", "it is odd", "it is odd"], "once it is certain, which it is before anything is compiled"
     with pytest.raises(UserError, match=r"target.fp8: on is a part of the fast path, which .* cannot take: it is odd"):
         replica_of(tiny, Pace(fast=True, fp8=True), told).load()
+
+
+def test_what_is_compiled_is_tried_before_it_is_used(tiny: TargetFacts, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compiled_wrongly(self: FastTrunk, alarm: Callable[[str], None]) -> None:
+        self._leave = lambda x, read, weights, shape: x
+
+    monkeypatch.setattr(FastTrunk, "compile", compiled_wrongly)
+    told: list[str] = []
+    replica = replica_of(tiny, Pace(fast=True, compiled=True), told)
+    replica.load()
+    assert told == []
+    replica.warm()
+    assert len(told) == 1
+    assert told[0].startswith("its features differ from transformers' own by ")
+    assert (replica._target.is_fast, replica.attention) == (False, None)
 
 
 @pytest.mark.slow

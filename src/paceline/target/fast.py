@@ -38,6 +38,7 @@ class FastTrunk:
         self._device, self._dtype, self._width = weight.device, weight.dtype, weight.shape[1]
         windows = any(self._layers.windows)
         self.kernel = kernel_for(weight.device, weight.dtype, self._layers.shape.head_dim, windows=windows)
+        self._is_compiled = False
         self._enter: Callable[..., Any] = enter
         self._leave: Callable[..., Any] = leave
 
@@ -52,6 +53,7 @@ class FastTrunk:
 
     def compile(self, alarm: Callable[[str], None]) -> None:
         """Let what follows run compiled. The next `features` compiles, which must happen alone (see Gate)."""
+        self._is_compiled = True
         self._enter = OneShape(enter, instead=enter, alarm=alarm)
         self._leave = OneShape(leave, instead=leave, alarm=alarm)
 
@@ -65,10 +67,12 @@ class FastTrunk:
         cos_PE, sin_PE = (part[0] for part in self._trunk.rotary_emb(x_PH[None], position_ids=positions_P[None]))
         features_TD = x_PH.new_empty(used, len(self._taps) * self._width)
         for index, (weights, window) in enumerate(zip(layers.weights, layers.windows, strict=True)):
-            q, k, v = self._enter(_any_count(x_PH), weights, _any_count(cos_PE), _any_count(sin_PE), layers.shape)
+            q, k, v = self._enter(
+                self._counted(x_PH), weights, self._counted(cos_PE), self._counted(sin_PE), layers.shape
+            )
             read = samples_apart(q, k, v, ends, window=window, scale=layers.shape.scale, kernel=self.kernel)
             del q, k, v  # before the MLP, which needs the room
-            x_PH = cast(Tensor, self._leave(_any_count(x_PH), _any_count(read.flatten(1)), weights, layers.shape))
+            x_PH = cast(Tensor, self._leave(self._counted(x_PH), self._counted(read.flatten(1)), weights, layers.shape))
             if index in self._taps:
                 at = self._taps.index(index) * self._width
                 features_TD[:, at : at + self._width].copy_(x_PH[:used])
@@ -85,6 +89,9 @@ class FastTrunk:
         edges = torch.tensor([0, *tokens.lengths]).cumsum(0, dtype=torch.int32)
         there = tuple(self._sent(part) for part in (ids_P, positions_P, edges))
         return there[0], there[1], Ends(tokens.lengths, there[2])
+
+    def _counted(self, tensor: Tensor) -> Tensor:
+        return _any_count(tensor) if self._is_compiled else tensor
 
     def _sent(self, tensor: Tensor) -> Tensor:
         if self._device.type == "cuda":
