@@ -20,6 +20,7 @@ from paceline.runtime.compiling import (
     check_mode,
     forbid_recompiles,
     keep_compiled_code,
+    own_copy,
     warm_compiler,
 )
 
@@ -42,6 +43,26 @@ def test_other_modes_pass_and_unknown_ones_are_named() -> None:
     in_thread(lambda: check_mode("max-autotune-no-cudagraphs"))
     with pytest.raises(UserError, match="no compile mode 'fast'.*reduce-overhead"):
         check_mode("fast")
+
+
+def test_a_copy_has_compiled_code_of_its_own_which_its_name_finds_again() -> None:
+    compiled: list[str] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append("once")
+        return graph.forward
+
+    factor = 3.0
+
+    def function(x: torch.Tensor, *, shift: float = 1.0) -> torch.Tensor:
+        return x * factor + shift
+
+    names = ("replica 0", "replica 1", "replica 0")
+    copies = [own_copy(function, name) for name in names]
+    assert copies[0] is copies[2]
+    for copy, so_far in zip(copies, (1, 2, 2), strict=True):
+        assert torch.compile(copy, backend=backend)(torch.ones(2)).tolist() == [4.0, 4.0]
+        assert len(compiled) == so_far
 
 
 def test_one_shape_runs_compiled_and_sounds_an_alarm_on_another() -> None:

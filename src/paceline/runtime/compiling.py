@@ -10,6 +10,8 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
+from types import FunctionType
 from typing import Any, Literal
 
 import torch
@@ -54,6 +56,27 @@ class OneShape:
             self.recompiles += 1
             self._alarm(" ".join(str(error).split()))
         return self._instead(*args)
+
+
+@cache
+def own_copy(function: Any, who: str) -> Callable[..., Any]:
+    """Return a copy of a function for one thread at a time, `who`: what is compiled of it is not another thread's.
+
+    Guards keep state while they are evaluated, and those on a number that may vary are Python, which lets the next
+    thread in: two that share compiled code then see guards fail that hold. Who takes another's place has its name, and
+    finds what was compiled.
+    """
+    code = function.__code__
+    copy = FunctionType(
+        code.replace(co_name=f"{code.co_name} of {who}"),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__dict__.update(function.__dict__)
+    return copy
 
 
 @contextmanager

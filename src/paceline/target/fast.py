@@ -20,7 +20,7 @@ from torch import Tensor
 
 from paceline.blocks import context_positions
 from paceline.records import TokenBatch
-from paceline.runtime.compiling import OneShape
+from paceline.runtime.compiling import OneShape, own_copy
 from paceline.target.layers import enter, leave, plain_layers, quantize_layers
 from paceline.target.varlen import Ends, kernel_for, samples_apart
 
@@ -51,11 +51,14 @@ class FastTrunk:
         """Put the products in fp8; the decoder's own modules work no more."""
         quantize_layers(self._trunk, self._layers)
 
-    def compile(self, alarm: Callable[[str], None]) -> None:
-        """Let what follows run compiled. The next `features` compiles, which must happen alone (see Gate)."""
+    def compile(self, alarm: Callable[[str], None], who: str = "") -> None:
+        """Let what follows run compiled, apart from others in this process that are not `who`.
+
+        The next `features` compiles, which must happen alone (see Gate).
+        """
         self._is_compiled = True
-        self._enter = OneShape(enter, instead=enter, alarm=alarm)
-        self._leave = OneShape(leave, instead=leave, alarm=alarm)
+        self._enter = OneShape(own_copy(enter, who), instead=enter, alarm=alarm)
+        self._leave = OneShape(own_copy(leave, who), instead=leave, alarm=alarm)
 
     @torch.no_grad()
     def features(self, tokens: TokenBatch) -> Float[Tensor, "T D"]:

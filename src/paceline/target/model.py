@@ -134,15 +134,15 @@ class FeatureTarget:
         self._fast = None if reason else fast
         return reason
 
-    def compile(self, largest: TokenBatch, alarm: Callable[[str], None]) -> str:
-        """Compile the fast path for any number of tokens up to those of a micro-batch. Run this alone (see Gate).
+    def compile(self, largest: TokenBatch, alarm: Callable[[str], None], who: str = "") -> str:
+        """Compile the fast path for any number of tokens, at best that of a micro-batch. Run this alone (see Gate).
 
-        Return why what was compiled is not used, as `quicken` does.
+        `who` is this target's name in the process. Return why what was compiled is not used, as `quicken` does.
         """
         fast = self._fast
         if fast is None:
             return ""
-        fast.compile(alarm)
+        fast.compile(alarm, who)
         fast.features(largest)
         reason = self._wanted.why_not(fast.features, fp8=self._fp8)
         self._fast = None if reason else fast

@@ -127,7 +127,8 @@ class TargetReplica:
         self.doing = f"the largest micro-batch {tuple(self._largest.input_ids.shape)}"
         try:
             if self.pace.compiled and self._target.is_fast:
-                self._told_path(self._target.compile(self._largest, self._alarm), certain=True)
+                reason = self._target.compile(self._largest, self._alarm, self.name)
+                self._told_path(reason, certain=True)
             features_TD = self._whole(self._largest)
         except torch.OutOfMemoryError as error:
             raise _too_large(self._largest, error) from error
