@@ -266,6 +266,22 @@ def test_the_kernel_is_the_fastest_that_takes_the_heads(monkeypatch: pytest.Monk
     assert kernel_for(gpu, half, 128, windows=False) == "sample by sample"
 
 
+@pytest.mark.parametrize("kernel", ["FlashAttention 2", "FlashAttention 3"])
+def test_what_a_kernel_leaves_behind_the_last_sample_is_cleared(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not written there: in the next layer a value that is no number would be multiplied by nothing."""
+
+    def unwritten(q: Tensor, *_: Any) -> Tensor:
+        return torch.full_like(q, torch.nan)
+
+    monkeypatch.setattr(varlen, "_fa2", unwritten)
+    monkeypatch.setattr(varlen, "_fa3", unwritten)
+    q = torch.ones(128, 2, 8)
+    ends = varlen.Ends((3, 20), torch.tensor([0, 3, 23], dtype=torch.int32))
+    found = varlen.samples_apart(q, q, q, ends, window=0, scale=1.0, kernel=kernel)
+    assert found[:23].isnan().all()
+    assert (found[23:] == 0).all()
+
+
 def test_how_a_replica_computes_follows_from_device_and_policy() -> None:
     usual, none = TargetSettings(model="m"), TargetSettings(model="m", fast="off")
     assert pace_of(usual, "cpu", "eager") == Pace()

@@ -51,15 +51,20 @@ def kernel_for(device: torch.device, dtype: torch.dtype, head_dim: int, *, windo
 def samples_apart(
     q_THE: Tensor, k_TME: Tensor, v_TME: Tensor, ends: Ends, *, window: int, scale: float, kernel: Kernel
 ) -> Tensor:
-    """Return what each token reads, [T, H, E]. Tokens behind the last sample read anything.
+    """Return what each token reads, [T, H, E]. Tokens behind the last sample read zeros.
 
     `window` is how many tokens one sees, itself included; 0: all before it.
     """
-    if kernel == "FlashAttention 3":
-        return _fa3(q_THE, k_TME, v_TME, ends, scale)
-    if kernel == "FlashAttention 2":
-        return _fa2(q_THE, k_TME, v_TME, ends, window, scale)
-    out_THE = torch.zeros_like(q_THE)  # whatever is behind the last sample stays finite
+    if kernel != "sample by sample":
+        at_once_THE = (
+            _fa3(q_THE, k_TME, v_TME, ends, scale)
+            if kernel == "FlashAttention 3"
+            else _fa2(q_THE, k_TME, v_TME, ends, window, scale)
+        )
+        # Not written by the kernel. In the next layer it may multiply what is there by nothing, which must be finite.
+        at_once_THE[sum(ends.lengths) :].zero_()
+        return at_once_THE
+    out_THE = torch.zeros_like(q_THE)
     start = 0
     for length in ends.lengths:
         here = slice(start, start + length)
