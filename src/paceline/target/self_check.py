@@ -26,7 +26,7 @@ _LIMIT = {torch.float64: 1e-6, torch.float32: 1e-3}
 _LOW_PRECISION_LIMIT = 0.25
 # Between the fast path and the plain one, where nothing is chosen otherwise; in fp8 products are other ones.
 _FAST_LIMIT = {torch.float64: 1e-3, torch.float32: 1e-3}  # transformers' norms are float32 whatever the format
-_FAST_LOW_PRECISION_LIMIT, _FP8_LIMIT = 0.1, 0.5
+_FAST_LOW_PRECISION_LIMIT, _FP8_LIMIT = 0.1, 0.7
 _LONG, _SHORT = 24, 5  # tokens of the two samples
 _READ = 17  # tokens of the longer one that decoding reads as a prompt
 
