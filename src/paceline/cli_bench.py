@@ -10,6 +10,7 @@ from paceline.observe.console import Console
 from paceline.records import UserError
 
 Policy = Literal["eager", "compiled", "captured"]
+StepShape = Literal["tiny", "tiny-2x128", "small", "qwen3-8b", "qwen3-8b-2x3072", "qwen3-8b-8x550"]
 bench = typer.Typer(help="Measure a part of paceline on this machine.", no_args_is_help=True)
 
 
@@ -29,7 +30,7 @@ def bench_data(
 
 @bench.command("step")
 def bench_step(
-    shape: Annotated[Literal["tiny", "small", "qwen3-8b"], typer.Option(help="Which drafter.")] = "small",
+    shape: Annotated[StepShape, typer.Option(help="Which drafter, and for NxT, which samples.")] = "small",
     policy: Annotated[
         list[str] | None, typer.Option(metavar="eager|compiled|captured", help="How it runs; several: in this order.")
     ] = None,

@@ -17,16 +17,17 @@ from paceline.data.plan import plan
 from paceline.records import BlockSet, FeatureBatch, TokenBatch
 
 _ROWS = 20_000
+_FIXED = 4  # micro-batches where the shape has samples of its own: they differ in tokens and anchors
 _PROMPT = 4  # a quarter of a row is the prompt
 
 
 def feature_batches(shape: Shape, device: torch.device, dtype: torch.dtype) -> list[FeatureBatch]:
     """Return the emptiest and the fullest micro-batch of every bucket of an epoch, as it is planned by default.
 
-    Lengths are those of the run that paceline is modelled on, cut at the context slots. What a CUDA device reads of
-    them lies in pinned memory, as in a run.
+    Lengths are those of the run that paceline is modelled on, cut at the context slots. Where the shape has samples of
+    its own, every micro-batch holds these. What a CUDA device reads of them lies in pinned memory, as in a run.
     """
-    cuts = _of_every_bucket(shape)
+    cuts = [list(shape.lengths)] * _FIXED if shape.lengths else _of_every_bucket(shape)
     most = max(map(sum, cuts))
     generator = torch.Generator(device=device).manual_seed(0)
     width = len(shape.drafter.taps) * shape.hidden_size
@@ -73,15 +74,17 @@ def _tokens(shape: Shape, lengths: Sequence[int], seq: int, *, pin: bool) -> Tok
         for row, n in enumerate(lengths)
     ]
     counts = [len(places) for places in drawn]
+    ids_T = torch.randint(0, shape.vocab_size, (sum(lengths),), generator=generator)
     start_K = torch.from_numpy(np.repeat(starts[:-1], counts))
     position_K = torch.from_numpy(np.concatenate(drawn))
     anchor_K = start_K + position_K
-    valid_KB = anchor_K[:, None] + torch.arange(B) < torch.from_numpy(np.repeat(starts[1:], counts))[:, None]
+    slots_KB = anchor_K[:, None] + torch.arange(B)
+    valid_KB = slots_KB < torch.from_numpy(np.repeat(starts[1:], counts))[:, None]
     valid_KB[:, 0] = False
-    labels_KB = torch.randint(0, shape.vocab_size, valid_KB.shape, generator=generator) * valid_KB
-    tokens_K = torch.randint(0, shape.vocab_size, anchor_K.shape, generator=generator)
-    columns = (start_K, anchor_K, position_K, tokens_K, labels_KB, valid_KB)
+    labels_KB = ids_T[slots_KB.clamp(max=len(ids_T) - 1)] * valid_KB
+    columns = (start_K, anchor_K, position_K, ids_T[anchor_K], labels_KB, valid_KB)
     block_set = BlockSet(*(column.pin_memory() if pin else column for column in columns))
     ids_RS = torch.zeros(len(lengths), max(lengths), dtype=torch.long)
     places_T = torch.cat([torch.arange(n) + row * max(lengths) for row, n in enumerate(lengths)])
+    ids_RS.flatten()[places_T] = ids_T
     return TokenBatch(seq, 0, seq, True, tuple(range(len(lengths))), ids_RS, tuple(lengths), places_T, block_set)
