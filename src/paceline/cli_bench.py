@@ -10,6 +10,7 @@ from paceline.observe.console import Console
 from paceline.records import UserError
 
 Policy = Literal["eager", "compiled", "captured"]
+Peer = Literal["specforge", "speculators"]
 StepShape = Literal["tiny", "tiny-2x128", "small", "qwen3-8b", "qwen3-8b-2x3072", "qwen3-8b-8x550"]
 bench = typer.Typer(help="Measure a part of paceline on this machine.", no_args_is_help=True)
 
@@ -36,24 +37,35 @@ def bench_step(
     ] = None,
     device: Device = None,
     dtype: Annotated[Number, typer.Option(help="Number format of matrix products.")] = "bfloat16",
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(metavar="specforge|speculators", help="Measure its training module, too; several: in this order."),
+    ] = None,
+    optimizer_state: Annotated[
+        Literal["fp32-master", "bf16"],
+        typer.Option(help="AdamW with float32 weights and moments, or with all of them in bfloat16; ours and peers'."),
+    ] = "fp32-master",
+    clip: Annotated[bool, typer.Option(help="Clip gradients by their norm; ours and peers'.")] = True,
     steps: Annotated[int, typer.Option(min=1, help="Steps that are timed.")] = 500,
     noise: Annotated[int, typer.Option(min=0, help="Threads that run forwards of a small model beside it.")] = 0,
     hog: Annotated[bool, typer.Option("--hog", help="A thread beside it that holds the interpreter.")] = False,
     json: AsJson = False,
 ) -> None:
-    """The drafter's step under each policy, in a worker thread as in a run."""
-    unknown = sorted(set(policy or []) - set(get_args(Policy)))
-    if unknown:
-        raise UserError(f"--policy is one of {', '.join(get_args(Policy))}, got {unknown[0]!r}.")
+    """The drafter's step under each policy, in a worker thread as in a run, and peers' beside it."""
+    for name, given, known in (("--policy", policy, get_args(Policy)), ("--peer", peer, get_args(Peer))):
+        unknown = sorted(set(given or []) - set(known))
+        if unknown:
+            raise UserError(f"{name} is one of {', '.join(known)}, got {unknown[0]!r}.")
     where = choose_device(device)
     from paceline.bench.shapes import SHAPES
-    from paceline.bench.step import Work
     from paceline.bench.step import bench_step as measure
+    from paceline.bench.work import Work
 
     console = Console(json=json)
     all_here = get_args(Policy) if where.startswith("cuda") else ("eager", "compiled")
     policies = cast(tuple[Policy, ...], tuple(policy or all_here))
-    finish(console, json, measure(Work(SHAPES[shape], where, dtype, steps, noise, hog), policies, console), "")
+    work = Work(SHAPES[shape], where, dtype, steps, noise, hog, optimizer_state, clip)
+    finish(console, json, measure(work, policies, console, cast(tuple[Peer, ...], tuple(peer or ()))), "")
 
 
 @bench.command("generate")

@@ -1,9 +1,10 @@
-"""`paceline bench step`: the drafter's step under every policy, in a worker thread as in a run.
+"""`paceline bench step`: the drafter's step under every policy, in a worker thread as in a run, and peers' steps.
 
-Each policy is measured in a process of its own, so that none finds memory of another. Code that was compiled before is
-found again, in this run or an earlier one; `compiled` and `found` count both.
+Each policy and peer is measured in a process of its own, so that none finds memory of another. Code that was compiled
+before is found again, in this run or an earlier one; `compiled` and `found` count both.
 """
 
+import math
 import multiprocessing
 import statistics
 import sys
@@ -12,69 +13,92 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from paceline.bench.features import feature_batches
-from paceline.bench.shapes import Shape
-from paceline.drafter.ends import FrozenEnds
-from paceline.drafter.flops import useful_flops
-from paceline.drafter.model import Drafter
+from paceline.bench.peer_step import measure_peer, peer_variants
+from paceline.bench.peers import PeerName, check_peer
+from paceline.bench.shapes import SHAPES
+from paceline.bench.timing import gib, round_times, row_line, step_figures, wait
+from paceline.bench.weights import random_drafter, random_ends
+from paceline.bench.work import CLIP, RATE, Work, asked
 from paceline.observe.console import Console
-from paceline.records import FeatureBatch, RunError
+from paceline.records import FeatureBatch, RunError, UserError
 from paceline.runtime.compiling import Policy, forbid_recompiles, warm_compiler
 from paceline.train.step import DrafterStep
 
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What is measured, with how much beside it."""
-
-    shape: Shape
-    device: str
-    dtype: str
-    steps: int
-    noise: int  # threads that run forwards of a small model meanwhile
-    hog: bool  # a thread that holds the interpreter
+OURS = "paceline"
 
 
-def bench_step(work: Work, policies: Sequence[Policy], console: Console) -> list[dict[str, Any]]:
-    """Measure each policy and return a row for each.
+def bench_step(
+    work: Work, policies: Sequence[Policy], console: Console, peers: Sequence[PeerName] = ()
+) -> list[dict[str, Any]]:
+    """Measure each peer and then each policy, and return a row for each.
 
     Raises:
-        RunError: a policy failed; its cause is told.
+        UserError: a peer is not here, or the work is not one that peers, or the number format, can do.
+        RunError: a policy or a peer failed; its cause is told.
     """
-    rows = []
-    for policy in policies:
-        console.stage(f"{work.shape.name} {policy}")
-        row = _in_process(work, policy)
+    _check(work, peers)
+    rows: list[dict[str, Any]] = []
+
+    def measure(title: str, job: Callable[..., dict[str, Any]], *arguments: object) -> None:
+        console.stage(title)
+        row = _in_process(title, job, work, *arguments)
+        if row["who"] == OURS:
+            row["ratio_to_best_peer"] = _ratio(row, rows)
         rows.append(row)
-        console.line("  " + "  ".join(f"{key} {_short(value)}" for key, value in row.items() if key != "shape"))
+        console.line(row_line(row))
+
+    for peer in peers:
+        for variant in peer_variants(peer):
+            measure(f"{work.shape.name} {peer} {variant}", measure_peer, peer, variant)
+    for policy in policies:
+        measure(f"{work.shape.name} {policy}", _in_thread, policy, time.time())
     return rows
 
 
-def _in_process(work: Work, policy: Policy) -> dict[str, Any]:
+def _check(work: Work, peers: Sequence[PeerName]) -> None:
+    if work.optimizer_state == "bf16" and work.dtype != "bfloat16":
+        raise UserError("--optimizer-state bf16 keeps weights in bfloat16, got --dtype float32. Leave one of them out.")
+    if peers and not work.shape.lengths:
+        fitting = ", ".join(name for name, shape in SHAPES.items() if shape.lengths)
+        raise UserError(
+            f"--peer takes a --shape whose samples have one length, which nobody has to pad ({fitting}), got "
+            f"{work.shape.name}."
+        )
+    for peer in peers:
+        check_peer(peer)
+
+
+def _ratio(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> float | None:
+    """Return a row's blocks a second over those of the fastest peer."""
+    best = max((other["blocks_per_s"] for other in rows if other["who"] != OURS), default=None)
+    return best and round(row["blocks_per_s"] / best, 3)
+
+
+def _in_process(title: str, job: Callable[..., dict[str, Any]], work: Work, *arguments: object) -> dict[str, Any]:
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
-            return pool.submit(_in_thread, work, policy, time.time()).result()
+            return pool.submit(job, work, *arguments).result()
         except BrokenProcessPool as error:
-            raise RunError(f"The process of policy {policy} died: it was killed, or it crashed.") from error
+            raise RunError(f"The process of {title} died: it was killed, or it crashed.") from error
 
 
-def _in_thread(work: Work, policy: Policy, asked: float) -> dict[str, Any]:
-    """Measure in a worker thread; `asked` is when the process was asked for, by the clock on the wall."""
+def _in_thread(work: Work, policy: Policy, since: float) -> dict[str, Any]:
+    """Measure in a worker thread; `since` is when the process was asked for, by the clock on the wall."""
     if policy != "eager":
         warm_compiler(work.device)
     with ThreadPoolExecutor(1, thread_name_prefix="drafter rank 0") as pool:
         try:
-            return pool.submit(_measure, work, policy, asked).result()
+            return pool.submit(_measure, work, policy, since).result()
         except Exception as error:
             raise RunError(f"The step failed: {type(error).__name__}: {str(error) or '<empty message>'}") from error
 
 
-def _measure(work: Work, policy: Policy, asked: float) -> dict[str, Any]:
+def _measure(work: Work, policy: Policy, since: float) -> dict[str, Any]:
     shape, device = work.shape, torch.device(work.device)
     cuda = device.type == "cuda"
     if cuda:
@@ -88,23 +112,22 @@ def _measure(work: Work, policy: Policy, asked: float) -> dict[str, Any]:
     batches = feature_batches(shape, device, wire)
     drawn_s = time.perf_counter() - warm
     _one(step, batches[0])
-    _wait(device)
-    first_step_s = time.time() - asked - drawn_s  # a run's features come from its targets
+    wait(device)
+    first_step_s = time.time() - since - drawn_s  # a run's features come from its targets
     reserved = torch.cuda.memory_reserved(device) if cuda else 0
+    first_loss = (step.micro_sums[0] / step.micro_sums[1]).item()
     with forbid_recompiles(), _beside(work):
-        times, count = _times(step, batches, work.steps, device)
+        times, count = round_times(lambda index: _one(step, batches[index]), len(batches), work.steps, device)
     memory = _memory(device, reserved) if cuda else dict.fromkeys(("peak_gib", "reserved_gib", "reserved_growth_gib"))
-    median = statistics.median(times)
-    rate = statistics.mean(_flops(shape, batch) for batch in batches) / median
     return {
+        "who": OURS,
         "policy": policy,
         "shape": shape.name,
-        "step_ms": round(1e3 * median, 3),
-        "blocks_per_s": round(statistics.mean(len(b.tokens.blocks.anchor_K) for b in batches) / median, 1),
-        "tflops": round(rate / 1e12, 2),
-        "peak_share": round(rate / _matrix_peak(device), 4) if cuda else None,
         **memory,
+        **step_figures(shape, batches, statistics.median(times), device),
+        "ratio_to_best_peer": None,
         "recompiles": step.recompiles,
+        "first_loss": round(first_loss, 5),
         "first_step_s": round(first_step_s, 1),
         "built_s": round(built - began, 1),
         "warm_s": round(warm - built, 1),
@@ -113,16 +136,18 @@ def _measure(work: Work, policy: Policy, asked: float) -> dict[str, Any]:
         "steps": count,
         "noise": work.noise,
         "hog": work.hog,
+        **asked(work),
     }
 
 
 def _step(work: Work, policy: Policy, wire: torch.dtype) -> DrafterStep:
     shape, device = work.shape, torch.device(work.device)
-    drafter = Drafter(shape.drafter, shape.hidden_size).initialise(0).to(device)
-    generator = torch.Generator(device=device).manual_seed(1)
-    embed = torch.randn(shape.vocab_size, shape.hidden_size, device=device, generator=generator).to(wire) * 0.02
-    ends = FrozenEnds(embed, embed.clone())
-    return DrafterStep(drafter, ends, shape.train_settings(work.dtype), policy=policy, alarm=_warn)
+    drafter = random_drafter(shape, device)
+    settings = shape.train_settings(work.dtype).model_copy(update={"clip": CLIP if work.clip else math.inf})
+    if work.optimizer_state == "bf16":
+        # "float32" is: no working copy beside the weights, whatever these are.
+        drafter, settings = drafter.bfloat16(), settings.model_copy(update={"dtype": "float32"})
+    return DrafterStep(drafter, random_ends(shape, device, wire), settings, policy=policy, alarm=_warn)
 
 
 def _warn(guard: str) -> None:
@@ -131,12 +156,11 @@ def _warn(guard: str) -> None:
 
 def _memory(device: torch.device, before: int) -> dict[str, float]:
     now = torch.cuda.memory_reserved(device)
-    sizes = {
-        "peak_gib": torch.cuda.max_memory_allocated(device),
-        "reserved_gib": now,
-        "reserved_growth_gib": now - before,
+    return {
+        "peak_gib": gib(torch.cuda.max_memory_allocated(device)),
+        "reserved_gib": gib(now),
+        "reserved_growth_gib": gib(now - before),
     }
-    return {name: round(size / 2**30, 3) for name, size in sizes.items()}
 
 
 def _compiled() -> dict[str, int]:
@@ -150,24 +174,8 @@ def _compiled() -> dict[str, int]:
 def _one(step: DrafterStep, batch: FeatureBatch) -> None:
     step.load(batch)
     step.micro()
-    step.update(1e-5)
+    step.update(RATE)
     step.clear()
-
-
-def _times(step: DrafterStep, batches: list[FeatureBatch], count: int, device: torch.device) -> tuple[list[float], int]:
-    """Return seconds a step, each the mean over all batches, and the steps made: whole rounds, `count` or a few more.
-
-    A round is queued and then waited for, as a run queues its steps.
-    """
-    group = len(batches)
-    times = []
-    for at in range(0, count, group):
-        began = time.perf_counter()
-        for i in range(group):
-            _one(step, batches[(at + i) % len(batches)])
-        _wait(device)
-        times.append((time.perf_counter() - began) / group)
-    return times, len(times) * group
 
 
 class _beside:
@@ -205,37 +213,3 @@ def _spin(stop: threading.Event) -> None:
     count = 0
     while not stop.is_set():
         count += 1
-
-
-def _flops(shape: Shape, batch: FeatureBatch) -> float:
-    own = batch.tokens.blocks
-    return useful_flops(
-        shape.drafter,
-        hidden_size=shape.hidden_size,
-        vocab_size=shape.vocab_size,
-        tokens=batch.tokens.num_tokens,
-        visible=int((own.anchor_K - own.start_K).sum()),
-        blocks=len(own.anchor_K),
-    )
-
-
-def _matrix_peak(device: torch.device) -> float:
-    """Return the operations a second of a large bfloat16 matrix product here."""
-    a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
-    for _ in range(3):
-        a @ a
-    torch.cuda.synchronize(device)
-    began = time.perf_counter()
-    for _ in range(20):
-        a @ a
-    torch.cuda.synchronize(device)
-    return 20 * 2 * 8192**3 / (time.perf_counter() - began)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _short(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
