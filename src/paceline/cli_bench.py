@@ -68,6 +68,43 @@ def bench_step(
     finish(console, json, measure(work, policies, console, cast(tuple[Peer, ...], tuple(peer or ()))), "")
 
 
+@bench.command("target")
+def bench_target(
+    shape: Annotated[Literal["tiny", "qwen3-8b"], typer.Option(help="Which target; its weights are random.")] = "tiny",
+    layout: Annotated[
+        Literal["bucketed", "trimmed", "packed"], typer.Option(help="How the loader lays samples out, as data.layout.")
+    ] = "trimmed",
+    device: Device = None,
+    dtype: Annotated[Number | None, typer.Option(help="Default: float32 on a CPU, bfloat16 on a GPU.")] = None,
+    budget: Annotated[int, typer.Option(min=64, help="Tokens of a batch, padding included.")] = 16_384,
+    tokens: Annotated[int, typer.Option(min=1, help="Real tokens that are read at least, in whole batches.")] = 131_072,
+    passes: Annotated[int, typer.Option(min=1, help="Over all of them; the median counts.")] = 3,
+    stock_compiled: Annotated[
+        bool | None, typer.Option(help="Also the stock forward with compiled layers. Default: on a GPU.")
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """The target's features: real tokens/s, against a stock transformers forward on the same samples."""
+    where = choose_device(device)
+    gpu = where.startswith("cuda")
+    from paceline.bench.target import TargetWork
+    from paceline.bench.target import bench_target as measure
+    from paceline.bench.target_shapes import TARGET_SHAPES
+
+    work = TargetWork(
+        shape=TARGET_SHAPES[shape],
+        device=where,
+        dtype=dtype or ("bfloat16" if gpu else "float32"),
+        layout=layout,
+        budget=budget,
+        tokens=tokens,
+        passes=passes,
+        stock_compiled=gpu if stock_compiled is None else stock_compiled,
+    )
+    console = Console(json=json)
+    finish(console, json, measure(work, console), "")
+
+
 @bench.command("generate")
 def bench_generate(
     shape: Annotated[Literal["smollm2", "qwen3-8b"], typer.Option(help="Which target; its weights are random.")] = (
