@@ -15,6 +15,7 @@ from paceline.bench.peers import peer_batch
 from paceline.bench.shapes import SHAPES
 from paceline.bench.work import CLIP, RATE
 from paceline.cli import app
+from paceline.records import RunError
 
 CPU = torch.device("cpu")
 
@@ -23,7 +24,8 @@ def run(*options: str) -> Any:
     return CliRunner().invoke(app, ["bench", "step", "--device", "cpu", *options])
 
 
-def test_a_row_has_what_is_documented():
+def test_a_row_has_what_is_documented(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(step, "_in_process", lambda work, job, *arguments: job(work, *arguments))
     done = run("--shape", "tiny-2x128", "--policy", "eager", "--steps", "4", "--json")
     assert done.exit_code == 0, done.output
     [row] = json.loads(done.stdout)
@@ -37,19 +39,26 @@ def test_a_row_has_what_is_documented():
 
 
 def test_ours_is_held_against_the_fastest_peer(monkeypatch: pytest.MonkeyPatch):
-    speeds = {"objective_chunk_blocks 128": 50.0, "objective_chunk_blocks 0": 60.0, "defaults": 40.0, "eager": 90.0}
+    speeds = {"objective_chunk_blocks 128": 50.0, "objective_chunk_blocks 0": 60.0, "eager": 90.0}
 
-    def measured(title: str, job: object, work: object, *arguments: object) -> dict[str, Any]:
-        policy = next(name for name in speeds if title.endswith(name))
-        who = "paceline" if policy == "eager" else "a peer"
-        return {"who": who, "policy": policy, "blocks_per_s": speeds[policy], "ratio_to_best_peer": None}
+    def measured(work: object, job: object, *arguments: object) -> dict[str, Any]:
+        policy = next(str(name) for name in arguments if name in {*speeds, "defaults"})
+        if policy not in speeds:
+            raise RunError("The step of speculators (defaults) failed: OutOfMemoryError: too large")
+        return {"who": str(arguments[0]), "policy": policy, "blocks_per_s": speeds[policy]}
 
     monkeypatch.setattr(step, "_in_process", measured)
     monkeypatch.setattr(step, "check_peer", lambda name: None)
     chosen = ["--shape", "tiny-2x128", "--policy", "eager", "--peer", "specforge", "--peer", "speculators", "--json"]
     rows = json.loads(run(*chosen).stdout)
-    assert [row["policy"] for row in rows] == list(speeds)
-    assert [row["ratio_to_best_peer"] for row in rows] == [None, None, None, 1.5]
+    assert [row["policy"] for row in rows] == [
+        "objective_chunk_blocks 128",
+        "objective_chunk_blocks 0",
+        "defaults",
+        "eager",
+    ]
+    assert "OutOfMemoryError: too large" in rows[2]["failed"]
+    assert [row.get("ratio_to_best_peer") for row in rows] == [None, None, None, 1.5]
 
 
 @pytest.mark.parametrize(

@@ -39,24 +39,25 @@ def bench_step(
 
     Raises:
         UserError: a peer is not here, or the work is not one that peers, or the number format, can do.
-        RunError: a policy or a peer failed; its cause is told.
+        RunError: a policy failed; its cause is told. Of a peer that fails a row says why.
     """
     _check(work, peers)
     rows: list[dict[str, Any]] = []
-
-    def measure(title: str, job: Callable[..., dict[str, Any]], *arguments: object) -> None:
-        console.stage(title)
-        row = _in_process(title, job, work, *arguments)
-        if row["who"] == OURS:
-            row["ratio_to_best_peer"] = _ratio(row, rows)
-        rows.append(row)
-        console.line(row_line(row))
-
     for peer in peers:
         for variant in peer_variants(peer):
-            measure(f"{work.shape.name} {peer} {variant}", measure_peer, peer, variant)
+            console.stage(f"{work.shape.name} {peer} {variant}")
+            try:
+                rows.append(_in_process(work, measure_peer, peer, variant))
+            except RunError as error:  # the others are worth measuring all the same
+                rows.append({"who": peer, "policy": variant, "blocks_per_s": None, "failed": str(error)})
+            console.line(row_line(rows[-1]))
+    best = max((row["blocks_per_s"] for row in rows if row["blocks_per_s"]), default=None)
     for policy in policies:
-        measure(f"{work.shape.name} {policy}", _in_thread, policy, time.time())
+        console.stage(f"{work.shape.name} {policy}")
+        row = _in_process(work, _in_thread, policy, time.time())
+        row["ratio_to_best_peer"] = best and round(row["blocks_per_s"] / best, 3)
+        rows.append(row)
+        console.line(row_line(row))
     return rows
 
 
@@ -73,18 +74,12 @@ def _check(work: Work, peers: Sequence[PeerName]) -> None:
         check_peer(peer)
 
 
-def _ratio(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> float | None:
-    """Return a row's blocks a second over those of the fastest peer."""
-    best = max((other["blocks_per_s"] for other in rows if other["who"] != OURS), default=None)
-    return best and round(row["blocks_per_s"] / best, 3)
-
-
-def _in_process(title: str, job: Callable[..., dict[str, Any]], work: Work, *arguments: object) -> dict[str, Any]:
+def _in_process(work: Work, job: Callable[..., dict[str, Any]], *arguments: object) -> dict[str, Any]:
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
             return pool.submit(job, work, *arguments).result()
         except BrokenProcessPool as error:
-            raise RunError(f"The process of {title} died: it was killed, or it crashed.") from error
+            raise RunError(f"The process of {arguments[0]} died: it was killed, or it crashed.") from error
 
 
 def _in_thread(work: Work, policy: Policy, since: float) -> dict[str, Any]:

@@ -221,4 +221,4 @@ def _relative_error(found_TD: Tensor, wanted_TD: Tensor, dtype: str) -> float:
     most = 0.1 if dtype == "bfloat16" else 1e-3
     if not error <= most:
         raise RunError(f"Features must be those of the stock forward, but differ by {error:.2g} of their size.")
-    return round(error, 6)
+    return float(f"{error:.3g}")
