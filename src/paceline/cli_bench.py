@@ -11,6 +11,7 @@ from paceline.records import UserError
 
 Policy = Literal["eager", "compiled", "captured"]
 Peer = Literal["specforge", "speculators"]
+TargetPath = Literal["plain", "fast", "compiled", "fp8"]
 StepShape = Literal["tiny", "tiny-2x128", "small", "qwen3-8b", "qwen3-8b-2x3072", "qwen3-8b-8x550"]
 bench = typer.Typer(help="Measure a part of paceline on this machine.", no_args_is_help=True)
 
@@ -74,6 +75,10 @@ def bench_target(
     layout: Annotated[
         Literal["bucketed", "trimmed", "packed"], typer.Option(help="How the loader lays samples out, as data.layout.")
     ] = "trimmed",
+    path: Annotated[
+        list[str] | None,
+        typer.Option(metavar="plain|fast|compiled|fp8", help="How ours runs; several. Default: all but fp8."),
+    ] = None,
     device: Device = None,
     dtype: Annotated[Number | None, typer.Option(help="Default: float32 on a CPU, bfloat16 on a GPU.")] = None,
     budget: Annotated[int, typer.Option(min=64, help="Tokens of a batch, padding included.")] = 16_384,
@@ -85,6 +90,9 @@ def bench_target(
     json: AsJson = False,
 ) -> None:
     """The target's features: real tokens/s, against a stock transformers forward on the same samples."""
+    unknown = sorted(set(path or []) - set(get_args(TargetPath)))
+    if unknown:
+        raise UserError(f"--path is one of {', '.join(get_args(TargetPath))}, got {unknown[0]!r}.")
     where = choose_device(device)
     gpu = where.startswith("cuda")
     from paceline.bench.target import TargetWork
@@ -99,6 +107,7 @@ def bench_target(
         budget=budget,
         tokens=tokens,
         passes=passes,
+        paths=cast(tuple[TargetPath, ...], tuple(path or ("plain", "fast", "compiled"))),
         stock_compiled=gpu if stock_compiled is None else stock_compiled,
     )
     console = Console(json=json)
