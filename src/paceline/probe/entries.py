@@ -124,6 +124,15 @@ ENTRIES: tuple[Entry, ...] = (
         "End the other processes (`nvidia-smi` lists them), or name free GPUs in CUDA_VISIBLE_DEVICES.",
         harmless=True,
     ),
+    Entry(
+        "rates",
+        "rates:products_and_copies",
+        "cuda",
+        120,
+        "No split of these GPUs can be predicted (`paceline plan --gpus`), or none with fp8; a run loses nothing.",
+        "Free the GPUs and run the doctor again; where fp8 fails, leave it off.",
+        harmless=True,
+    ),
     # Compiling
     Entry(
         "compile-main",

@@ -5,7 +5,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from paceline.probe.examine import Result
-from paceline.runtime.profile import Device, Disk, MachineKey, MachineProfile, driver_version, make_profile
+from paceline.runtime.profile import Device, Disk, MachineKey, MachineProfile, Rates, driver_version, make_profile
 
 CAPTURES = ("capture-worker", "capture-while-allocating", "capture-while-drawing")
 
@@ -29,6 +29,7 @@ def profile_of(results: Sequence[Result]) -> MachineProfile:
         captures=captures,
         flex_attention=numbers("flex-attention").get("works", {}),
         peer_gb_s=tuple(map(tuple, numbers("peer-copies").get("gb_s", ()))),
+        rates={name: Rates(**found) for name, found in numbers("rates").get("rates", {}).items()},
         disks=tuple(Disk(**{key: one[key] for key in Disk.model_fields}) for one in numbers("disk").get("disks", ())),
     )
 

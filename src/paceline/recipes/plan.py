@@ -1,6 +1,7 @@
 """`paceline plan`: what an epoch looks like, and what memory a drafter rank needs; loads no model."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,23 @@ from paceline.observe.console import Console
 from paceline.recipes.plan_memory import check_target, plan_memory, target_folder
 from paceline.records import UserError
 
+# How to split GPUs among a run's roles, printed and as data; see plan_gpus.
+Split = Callable[[RunSettings, BucketTable, Coverage, Console], dict[str, Any]]
 
-def plan_epoch(what: Path, overrides: list[str], *, seed: int | None, console: Console) -> dict[str, Any]:
+
+def plan_epoch(
+    what: Path, overrides: list[str], *, seed: int | None, console: Console, asked: Split | None = None
+) -> dict[str, Any]:
     """Print the first epoch of a dataset folder, or of a RUN.yaml with the drafter's memory, and return it as data.
+
+    With `asked` also what that says of a RUN.yaml.
 
     Raises:
         UserError: the input cannot be read, or an argument does not go with its kind.
     """
     run = None if what.is_dir() else _run_settings(what, overrides, seed)
+    if asked and not run:
+        raise UserError(f"--gpus needs the shapes of target and drafter, but {what} is a folder. Give a RUN.yaml.")
     if run:
         check_target(run)
     settings, train = (run.data, run.train) if run else _folder_settings(what, overrides, seed)
@@ -36,6 +46,7 @@ def plan_epoch(what: Path, overrides: list[str], *, seed: int | None, console: C
     memory = {"memory": plan_memory(run, console), "target": _target(run, console)} if run else {}
     if run and run.evaluate.device is not None:
         memory["evaluator"] = _evaluator(run, console)
+    gpus = {"gpus": asked(run, buckets, share, console)} if run and asked else {}
     return {
         **buckets.as_dict(),
         "datasets": _rows_of_datasets(mixture, console),
@@ -51,6 +62,7 @@ def plan_epoch(what: Path, overrides: list[str], *, seed: int | None, console: C
         "open_s": round(opened - began, 4),
         "plan_s": round(planned - opened, 4),
         **memory,
+        **gpus,
     }
 
 

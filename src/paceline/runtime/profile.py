@@ -47,6 +47,14 @@ class Disk(_Frozen):
     read_mb_s: float | None
 
 
+class Rates(_Frozen):
+    """How fast a kind of GPU was seen to be."""
+
+    bf16_tflops: float
+    fp8_tflops: float | None  # null where there is none
+    memory_gb_s: float  # read and written
+
+
 class MachineKey(_Frozen):
     """What a profile holds for."""
 
@@ -66,6 +74,7 @@ class MachineProfile(_Frozen):
     capture_in_worker: bool
     flex_attention: dict[str, Flex]  # by kind of device: "cpu" or a GPU's name
     peer_gb_s: tuple[tuple[float | None, ...], ...] = ()  # from row to column; null on the diagonal or where it failed
+    rates: dict[str, Rates] = {}  # by a GPU's name
     disks: tuple[Disk, ...] = ()
     policy: Policy
     reason: str
@@ -89,6 +98,7 @@ def make_profile(
     captures: bool,
     flex_attention: dict[str, Flex],
     peer_gb_s: tuple[tuple[float | None, ...], ...] = (),
+    rates: dict[str, Rates] | None = None,
     disks: tuple[Disk, ...] = (),
 ) -> MachineProfile:
     """Return a profile made now, with its policy."""
@@ -101,6 +111,7 @@ def make_profile(
         capture_in_worker=captures,
         flex_attention=flex_attention,
         peer_gb_s=peer_gb_s,
+        rates=rates or {},
         disks=disks,
         policy=policy,
         reason=reason,
@@ -142,8 +153,11 @@ def save_profile(profile: MachineProfile, path: Path) -> None:
         raise
 
 
-def load_profile(path: Path, here: MachineKey) -> tuple[MachineProfile | None, str]:
-    """Return the profile and an empty text, or None and the reason, a sentence that says what to do."""
+def load_profile(path: Path, here: MachineKey | None) -> tuple[MachineProfile | None, str]:
+    """Return the profile and an empty text, or None and the reason, a sentence that says what to do.
+
+    `here` is what it has to hold for; None takes that of any machine.
+    """
     again = "Run `paceline doctor`."
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
@@ -159,7 +173,7 @@ def load_profile(path: Path, here: MachineKey) -> tuple[MachineProfile | None, s
     except ValidationError as error:
         where = ".".join(map(str, error.errors()[0]["loc"]))
         return None, f"The machine profile {path} is damaged at {where or 'its top'}. {again}"
-    if changed := _changes(profile.machine, here):
+    if here is not None and (changed := _changes(profile.machine, here)):
         return None, f"The machine profile {path} is stale: it was made with {changed}. {again}"
     return profile, ""
 

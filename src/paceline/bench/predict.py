@@ -1,0 +1,123 @@
+"""How many samples a second a run should make with so many GPUs, from measured rates: for every split and colocated.
+
+Of a step's micro-batches each rank gets its share, in whole ones, and ends with an update and, with others, a sum of
+gradients. Side by side the slowest of three sides counts: targets, drafters, and features on their way. Colocated, each
+GPU makes its share of the targets' work and then of the drafters'. docs/throughput.md has the formulas.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from paceline.config import DrafterSettings
+from paceline.drafter.flops import useful_flops
+from paceline.runtime.profile import Rates
+from paceline.target.load import TargetFacts
+
+# Shares of a large product's rate that were reached on one H200 (797 TFLOP/s) at the Qwen3-8B shape: by a stock forward
+# of the target (461), and by a compiled step of the drafter (575).
+TARGET_SHARE, STEP_SHARE = 0.58, 0.72
+# Bytes that an update with AdamW reads and writes of a weight: it, its gradient and both moments in float32, the
+# gradient once more for its norm and once to clear it, and the bfloat16 copy.
+_UPDATE_BYTES = 38
+
+Side = Literal["targets", "drafters", "features", "both in turn"]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a run asks of its GPUs, on average."""
+
+    tokens: float  # of a sample
+    padding: float  # share of what the target computes
+    samples: float  # of a step
+    micro_samples: float  # of a micro-batch
+    feature_bytes: int  # of a token
+    weights: int  # of the drafter
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds on one GPU."""
+
+    target: float  # of a sample
+    micro: float  # of a drafter's micro-batch, at its one shape
+    update: float
+    gradients: float  # summing them over two ranks; 0 where nobody measured copies
+    features: float  # of a sample, on the way to a rank
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """One way to use the GPUs."""
+
+    targets: int
+    drafters: int
+    colocated: bool
+    target_side: float  # samples a second that the targets could make
+    drafter_side: float
+    samples_per_s: float
+    limit: Side
+
+
+def target_flops(facts: TargetFacts, last_tap: int, tokens: float) -> float:
+    """Return the operations of a sample's features: products of all layers up to the deepest tap, causal attention."""
+    wide, narrow = facts.heads * facts.head_dim, facts.kv_heads * facts.head_dim
+    matrices = facts.hidden_size * (2 * wide + 2 * narrow + 3 * facts.intermediate_size)
+    return (last_tap + 1) * (2 * tokens * matrices + 2 * tokens**2 * wide)
+
+
+def step_flops(
+    drafter: DrafterSettings, facts: TargetFacts, *, context_slots: int, anchor_slots: int, seen: float
+) -> float:
+    """Return the operations of a micro-batch whose slots are all used; a block sees `seen` context tokens."""
+    return useful_flops(
+        drafter,
+        hidden_size=facts.hidden_size,
+        vocab_size=facts.vocab_size,
+        tokens=context_slots,
+        visible=round(anchor_slots * seen),
+        blocks=anchor_slots,
+    )
+
+
+def costs(load: Load, rates: Rates, *, target_flops: float, step_flops: float, peer_gb_s: float | None) -> Costs:
+    """Return what each part takes at these rates; copies between GPUs take nothing where nobody measured them."""
+    tera = rates.bf16_tflops * 1e12
+    peer = peer_gb_s * 1e9 if peer_gb_s else math.inf
+    return Costs(
+        target=target_flops / (1 - load.padding) / (TARGET_SHARE * tera),
+        micro=step_flops / (STEP_SHARE * tera),
+        update=_UPDATE_BYTES * load.weights / (rates.memory_gb_s * 1e9),
+        gradients=4 * load.weights / peer,
+        features=load.tokens * load.feature_bytes / peer,
+    )
+
+
+def predict(gpus: int, load: Load, cost: Costs) -> list[Prediction]:
+    """Return every split of the GPUs, few targets first, and behind them both roles on each GPU."""
+    found = [_apart(targets, gpus - targets, load, cost) for targets in range(1, gpus)]
+    return [*found, _together(gpus, load, cost)]
+
+
+def _apart(targets: int, drafters: int, load: Load, cost: Costs) -> Prediction:
+    sides: dict[Side, float] = {
+        "targets": targets / cost.target,
+        "drafters": load.samples / _step(drafters, load, cost),
+        "features": drafters / cost.features if cost.features else math.inf,
+    }
+    limit = min(sides, key=lambda side: sides[side])
+    return Prediction(targets, drafters, False, sides["targets"], sides["drafters"], sides[limit], limit)
+
+
+def _together(gpus: int, load: Load, cost: Costs) -> Prediction:
+    targets, step = gpus / cost.target, _step(gpus, load, cost)
+    both = load.samples / (load.samples / targets + step)
+    return Prediction(gpus, gpus, True, targets, load.samples / step, both, "both in turn")
+
+
+def _step(ranks: int, load: Load, cost: Costs) -> float:
+    """Return the seconds of an optimizer step whose micro-batches are dealt to so many ranks."""
+    micro = math.ceil(round(load.samples / load.micro_samples, 6))
+    summing = 2 * (ranks - 1) / ranks * cost.gradients
+    return math.ceil(micro / ranks) * cost.micro + cost.update + summing

@@ -1,0 +1,132 @@
+"""`paceline plan RUN.yaml --gpus N`: samples a second by the machine's rates, for every split of N GPUs."""
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from paceline.bench.predict import Costs, Load, Prediction, costs, predict, step_flops, target_flops
+from paceline.config import RunSettings
+from paceline.data.mixture import Coverage
+from paceline.data.plan import BucketTable
+from paceline.observe.console import Console
+from paceline.recipes.plan_memory import target_folder
+from paceline.records import UserError
+from paceline.runtime.profile import MachineProfile, Rates, load_profile, profile_path, this_machine
+from paceline.target.load import TargetFacts, describe
+from paceline.train.memory import step_memory
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What `--gpus` and the options beside it say."""
+
+    gpus: int
+    profile: Path | None  # of another machine
+    target_rate: float | None  # real tokens a second that were measured on one GPU
+    step_rate: float | None  # blocks
+
+
+def plan_gpus(
+    asked: Asked, run: RunSettings, buckets: BucketTable, share: Coverage, console: Console
+) -> dict[str, Any]:
+    """Print what each split should make and return it, the best one named.
+
+    Raises:
+        UserError: nobody measured the GPUs, or the target's shape is not known.
+    """
+    profile, rates = _rates(asked.profile)
+    facts = _facts(run)
+    load = _load(run, facts, buckets, share)
+    speeds = [speed for row in profile.peer_gb_s for speed in row if speed is not None]
+    cost = _costs(run, asked, facts, load, rates, min(speeds, default=None))
+    found = predict(asked.gpus, load, cost)
+    best = max(found, key=lambda one: one.samples_per_s)
+    console.line(f"  {asked.gpus} GPUs, predicted from {_source(asked, profile)}:")
+    console.table(
+        "", ("targets", "drafters", "targets/s", "drafters/s", "samples/s", "limited by"), [_row(one) for one in found]
+    )
+    console.line(f"  best: {_words(best)}")
+    epoch_h = buckets.samples / best.samples_per_s / 3600
+    console.line(
+        f"  about {best.samples_per_s:,.1f} samples/s, limited by {best.limit}; an epoch in {epoch_h:,.2f} hours"
+    )
+    if asked.gpus > 1 and not speeds:
+        console.line("  nobody measured copies between GPUs here: they are taken to cost nothing")
+    return {
+        "gpus": asked.gpus,
+        "rates": rates.model_dump(),
+        "peer_gb_s": min(speeds, default=None),
+        "load": asdict(load),
+        "seconds": asdict(cost),
+        "splits": [asdict(one) for one in found],
+        "best": asdict(best),
+    }
+
+
+def _rates(path: Path | None) -> tuple[MachineProfile, Rates]:
+    place = path or profile_path()
+    profile, reason = load_profile(place, None if path else this_machine())
+    if profile is None:
+        raise UserError(f"plan --gpus predicts from measured rates. {reason}")
+    if not profile.rates:
+        raise UserError(
+            f"plan --gpus predicts from measured rates, but the machine profile {place} has none of a GPU. Run "
+            "`paceline doctor` where the GPUs are, and name its profile with --profile if that is not here."
+        )
+    return profile, min(profile.rates.values(), key=lambda rates: rates.bf16_tflops)  # a step waits for the slowest
+
+
+def _facts(run: RunSettings) -> TargetFacts:
+    folder = target_folder(run.target)
+    if folder is None:
+        raise UserError(
+            f"plan --gpus needs the target's shape, but target.model {run.target.model} is not on this machine. Name "
+            "its folder."
+        )
+    return describe(str(folder))
+
+
+def _load(run: RunSettings, facts: TargetFacts, buckets: BucketTable, share: Coverage) -> Load:
+    tokens = buckets.tokens / buckets.samples
+    anchors = max(1.0, share.epoch_share * share.candidates / buckets.samples)
+    samples = buckets.batch_avg * run.train.batches_per_step
+    fit = min(buckets.batch_avg, run.train.context_slots // tokens, run.train.anchor_slots // anchors)
+    memory = step_memory(run.drafter, run.train, hidden_size=facts.hidden_size, vocab_size=facts.vocab_size, tied=False)
+    return Load(
+        tokens=tokens,
+        padding=buckets.padding_share,
+        samples=samples,
+        micro_samples=max(1.0, fit),
+        feature_bytes=len(run.drafter.taps) * facts.hidden_size * (2 if run.train.dtype == "bfloat16" else 4),
+        weights=memory.weights // 4,
+    )
+
+
+def _costs(
+    run: RunSettings, asked: Asked, facts: TargetFacts, load: Load, rates: Rates, peer_gb_s: float | None
+) -> Costs:
+    C, A = run.train.context_slots, run.train.anchor_slots
+    step = step_flops(run.drafter, facts, context_slots=C, anchor_slots=A, seen=load.tokens / 2)
+    forward = target_flops(facts, max(run.drafter.taps), load.tokens)
+    cost = costs(load, rates, target_flops=forward, step_flops=step, peer_gb_s=peer_gb_s)
+    if asked.target_rate:
+        cost = replace(cost, target=load.tokens / asked.target_rate)
+    return replace(cost, micro=A / asked.step_rate) if asked.step_rate else cost
+
+
+def _source(asked: Asked, profile: MachineProfile) -> str:
+    given = [name for name, rate in (("targets'", asked.target_rate), ("steps'", asked.step_rate)) if rate]
+    more = f" and the {' and the '.join(given)} rate that you give" if given else ""
+    return f"the machine profile of {profile.made_at[:10]}{more}"
+
+
+def _row(one: Prediction) -> tuple[str, ...]:
+    counts = ("all", "all") if one.colocated else (str(one.targets), str(one.drafters))
+    rates = (f"{rate:,.1f}" for rate in (one.target_side, one.drafter_side, one.samples_per_s))
+    return (*counts, *rates, one.limit)
+
+
+def _words(one: Prediction) -> str:
+    if one.colocated:
+        return "a target and a drafter on each GPU" if one.targets > 1 else "target and drafter on the one GPU"
+    return f"{one.targets} for targets, {one.drafters} for drafters"

@@ -1,0 +1,97 @@
+"""`plan --gpus`: from a RUN.yaml and a machine's profile to the best split."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from paceline.cli import app
+from paceline.config import RunSettings
+from paceline.config_file import dump_settings
+from paceline.runtime.profile import Device, MachineKey, Rates, make_profile, save_profile
+
+GPU = Device(name="NVIDIA H200", capability="9.0", memory_gib=139.8)
+RATES = Rates(bf16_tflops=797.0, fp8_tflops=1400.0, memory_gb_s=4000.0)
+
+
+@pytest.fixture
+def run_yaml(tmp_path: Path, tiny_folder: Path, shape: Any, write_dataset: Callable[..., Path]) -> Path:
+    rows = [([5 + at % 100 for at in range(length)], 2) for length in (20, 24, 28, 32) * 4]
+    tree = {
+        "run_dir": str(tmp_path / "run"),
+        "target": {"model": str(tiny_folder)},
+        "drafter": shape.model_dump(),
+        "data": {"dataset": str(write_dataset(rows)), "token_budget": 128, "align": 32, "buckets": 1},
+        "train": {"anchors_per_sample": 4, "context_slots": 128, "anchor_slots": 32},
+    }
+    path = tmp_path / "RUN.yaml"
+    path.write_text(dump_settings(RunSettings.model_validate(tree)))
+    return path
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Callable[..., Path]:
+    def save(*, rates: bool = True, peers: bool = True) -> Path:
+        made = make_profile(
+            MachineKey(torch="2.11.0+cu130", driver="580", devices=(GPU, GPU)),
+            compiles=True,
+            captures=True,
+            flex_attention={},
+            peer_gb_s=((None, 394.0), (390.0, None)) if peers else (),
+            rates={"NVIDIA H200": RATES} if rates else {},
+        )
+        save_profile(made, tmp_path / "machine.json")
+        return tmp_path / "machine.json"
+
+    return save
+
+
+def plan(*arguments: object, status: int = 0) -> Any:
+    done = CliRunner().invoke(app, ["plan", *map(str, arguments)], env={"COLUMNS": "80"})
+    assert (done.exit_code == 0) == (status == 0), done.output
+    return done if status == 0 else str(done.exception)
+
+
+def test_the_best_split_is_the_one_with_the_most_samples(run_yaml: Path, profile: Callable[..., Path]) -> None:
+    done = plan(run_yaml, "--gpus", 4, "--profile", profile(), "--json")
+    found = json.loads(done.stdout)["gpus"]
+    assert [(one["targets"], one["drafters"]) for one in found["splits"]] == [(1, 3), (2, 2), (3, 1), (4, 4)]
+    assert found["best"] == max(found["splits"], key=lambda one: one["samples_per_s"])
+    assert found["peer_gb_s"] == 390.0, "the slowest pair"
+    load = found["load"]
+    assert (load["tokens"], load["samples"], load["micro_samples"]) == (26.0, 4.0, 4.0)
+
+
+def test_measured_rates_take_the_place_of_the_predicted_ones(run_yaml: Path, profile: Callable[..., Path]) -> None:
+    given = ("--target-rate", 2600, "--step-rate", 320)
+    found = json.loads(plan(run_yaml, "--gpus", 2, "--profile", profile(), *given, "--json").stdout)["gpus"]
+    split, both = found["splits"]
+    assert split["target_side"] == pytest.approx(100.0), "2,600 tokens/s are 100 samples of 26"
+    assert split["drafter_side"] == pytest.approx(40.0, rel=1e-3), "32 slots take 0.1 s, for four samples"
+    assert (split["limit"], found["best"]) == ("drafters", split)
+    assert both["samples_per_s"] == pytest.approx(4 / (4 / 200 + 0.1), rel=1e-3), "the second rank has nothing to do"
+
+
+def test_the_table_fits_a_narrow_terminal(run_yaml: Path, profile: Callable[..., Path]) -> None:
+    text = plan(run_yaml, "--gpus", 8, "--profile", profile(peers=False)).output
+    assert [line for line in text.splitlines() if len(line) > 80] == []
+    assert "8 GPUs, predicted from the machine profile of 20" in text
+    assert "best: " in text
+    assert "nobody measured copies between GPUs here" in text
+
+
+def test_what_is_missing_is_said(run_yaml: Path, profile: Callable[..., Path], tmp_path: Path) -> None:
+    assert "has none of a GPU. Run `paceline doctor`" in plan(
+        run_yaml, "--gpus", 2, "--profile", profile(rates=False), status=2
+    )
+    nowhere = tmp_path / "none.json"
+    assert "There is no machine profile at" in plan(run_yaml, "--gpus", 2, "--profile", nowhere, status=2)
+    settings = plan(run_yaml, "--profile", nowhere, status=2)
+    assert "--profile goes with --gpus" in settings
+    folder = json.loads(plan(run_yaml, "--json").stdout)["datasets"][0]["folder"]
+    assert "Give a RUN.yaml" in plan(folder, "--gpus", 2, status=2)
+    away = plan(run_yaml, "target.model=nobody/nothing", "--gpus", 2, "--profile", profile(), status=2)
+    assert "is not on this machine" in away
