@@ -529,7 +529,8 @@ def test_plan_of_a_folder_and_of_its_settings_agree(finished: Path) -> None:
 
     folder = planned("dataset")
     run = planned("RUN.yaml")
-    assert run.pop("memory")["total"] > 0  # a dataset has no drafter
+    assert run.pop("memory")["total"] > 0  # a dataset has neither drafter
+    assert run.pop("target")["total"] > 0  # nor target
     assert run == folder
     assert planned("dataset", "--seed", "0") == folder
 
