@@ -1,4 +1,5 @@
-"""Pages that the site has of the program itself: every command, every setting, every module. A hook of mkdocs.
+"""Pages that the site has of the program itself: every command, every setting, every module; and the lab book. A hook
+of mkdocs.
 
 Made anew at each build, so they are in no commit. Nothing here loads torch: modules are read, not imported.
 """
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+LAB_BOOK = ROOT / "benchmarks" / "log.md"
 sys.path.insert(0, str(ROOT / "src"))  # what is built is what lies here, not what is installed
 
 import typer.main  # noqa: E402
@@ -23,9 +25,16 @@ from paceline.config_file import VERSION  # noqa: E402
 def on_files(files: Files, config: Any) -> Files:
     """Add the generated pages to those that mkdocs found."""
     pages = {"reference/commands.md": commands(), "reference/settings.md": settings(), **modules()}
+    pages["lab-book.md"] = LAB_BOOK.read_text(encoding="utf-8")
     for place, text in pages.items():
         files.append(File.generated(config, place, content=text))
     return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Let links to the lab book, which lies outside of this folder, lead to its page."""
+    up = "../" * page.file.src_uri.count("/")
+    return re.sub(r"\]\((\.\./)+benchmarks/log\.md", f"]({up}lab-book.md", markdown)
 
 
 def commands() -> str:
