@@ -2,8 +2,10 @@
 
 import dataclasses
 import json
+import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,11 @@ from paceline.observe.console import Console
 from paceline.recipes.init import data_for, drafter_for, init, pipeline_for
 from paceline.recipes.init_outlook import outlook
 from paceline.recipes.mask_token import choose_mask_token
+from paceline.recipes.plan import plan_epoch
+from paceline.recipes.plan_gpus import Asked, plan_gpus
 from paceline.recipes.target_checks import check_data
 from paceline.records import UserError
-from paceline.runtime.profile import make_profile, save_profile, this_machine
+from paceline.runtime.profile import Rates, make_profile, save_profile, this_machine
 from paceline.target.load import TargetFacts, describe
 from paceline.target.model import check_taps
 from paceline.train.memory import step_memory
@@ -219,24 +223,54 @@ def outlook_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[.
     return look
 
 
+@pytest.fixture
+def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return a function that writes the machine's profile, with rates of its GPU or without."""
+    monkeypatch.setattr("paceline.recipes.plan_gpus.profile_path", lambda: tmp_path / "machine.json")
+
+    def save(**rates: Rates) -> None:
+        made = make_profile(this_machine(), compiles=True, captures=False, flex_attention={}, rates=rates)
+        save_profile(made, tmp_path / "machine.json")
+
+    return save
+
+
 def test_the_outlook_counts_work_and_guesses_no_hours(
     tmp_path: Path,
     tiny_folder: Path,
     write_dataset: Callable[..., Path],
-    monkeypatch: pytest.MonkeyPatch,
+    profile: Callable[..., None],
     outlook_of: Callable[..., Any],
 ) -> None:
-    monkeypatch.setattr("paceline.recipes.init_outlook.profile_path", lambda: tmp_path / "machine.json")
     data = write_dataset([([5, 6, 8, 9], 1), ([7, 11, 12, 9, 8], 2)])
     told, said = outlook_of(tiny_folder, data)
     # A block begins at a token that is learnt and followed by one that is: 2 of the first row, 2 of the second.
-    assert told["work"] == {"epochs": 6, "tokens": 9, "blocks": 4}
+    assert told["work"] == {"epochs": 6, "tokens": 9, "blocks": 4, "gpu_hours": None}
     assert "work: 6 epochs of 9 tokens through the target and of 4 blocks through the drafter" in said
-    assert f"GPU hours not estimated: There is no machine profile at {tmp_path / 'machine.json'}." in said
-    save_profile(
-        make_profile(this_machine(), compiles=True, captures=False, flex_attention={}), tmp_path / "machine.json"
+    assert f"There is no machine profile at {tmp_path / 'machine.json'}." in said
+    profile()
+    assert f"but the machine profile {tmp_path / 'machine.json'} has none of a GPU" in outlook_of(tiny_folder, data)[1]
+
+
+def test_the_outlook_predicts_gpu_hours_from_the_machine_s_rates(
+    tmp_path: Path,
+    tiny_folder: Path,
+    write_dataset: Callable[..., Path],
+    profile: Callable[..., None],
+    outlook_of: Callable[..., Any],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    data = write_dataset([([5 + at % 90 for at in range(40)], 2) for _ in range(50)])
+    profile(H200=Rates(bf16_tflops=797.0, fp8_tflops=None, memory_gb_s=4000.0))
+    told, said = outlook_of(tiny_folder, data)
+    run = tmp_path / "RUN.yaml"
+    asked = partial(plan_gpus, Asked(1, None, None, None))
+    best = plan_epoch(run, [], seed=None, console=Console(), asked=asked)["gpus"]["best"]
+    capsys.readouterr()
+    assert told["work"]["gpu_hours"] == pytest.approx(6 * 50 / best["samples_per_s"] / 3600)
+    assert re.search(
+        r"GPU hours: about \d+\.\d\d, that is \d+\.\d\d hours with target and drafter on the one GPU", said
     )
-    assert "The machine profile has no rate of a target or a drafter." in outlook_of(tiny_folder, data)[1]
 
 
 def test_the_outlook_counts_memory(tmp_path: Path, tiny_folder: Path, outlook_of: Callable[..., Any]) -> None:

@@ -6,11 +6,11 @@ from typing import Any
 from paceline.config import RunSettings
 from paceline.data.chat_template import chat_template, check_known
 from paceline.data.manifest import NAME
-from paceline.data.mixture import coverage, open_mixture
+from paceline.data.mixture import Coverage, Mixture, coverage, first_table, open_mixture
 from paceline.observe.console import Console
+from paceline.recipes.plan_gpus import Asked, best_split
 from paceline.recipes.plan_memory import sizes_of_target
 from paceline.records import UserError
-from paceline.runtime.profile import load_profile, profile_path, this_machine
 from paceline.target.load import describe, load_tokenizer, weight_entries
 from paceline.train.memory import gib, sizes_for_tiles, step_memory
 
@@ -59,9 +59,10 @@ def _memory(settings: RunSettings, console: Console) -> dict[str, int | None]:
 
 
 def _work(settings: RunSettings, console: Console) -> dict[str, Any] | None:
-    """Return what the data at hand is to train on, an epoch's tokens and blocks; None without data.
+    """Return what the data at hand is to train on, an epoch's tokens and blocks and all epochs' GPU hours; None without
+    data.
 
-    Hours are not guessed from that: what is missing is told.
+    Hours are predicted from rates that the doctor measured here, not guessed: what is missing is told.
     """
     (folder,), train = settings.data.folders, settings.train
     if not (Path(folder) / NAME).is_file():
@@ -75,10 +76,21 @@ def _work(settings: RunSettings, console: Console) -> dict[str, Any] | None:
         f"  work: {train.epochs} epochs of {tokens:,} tokens through the target and of {blocks:,} blocks through the "
         "drafter"
     )
-    profile, reason = load_profile(profile_path(), this_machine())
-    lacks = "The machine profile has no rate of a target or a drafter." if profile else reason
+    hours = _hours(settings, mixture, share, console)
+    return {"epochs": train.epochs, "tokens": tokens, "blocks": blocks, "gpu_hours": hours}
+
+
+def _hours(settings: RunSettings, mixture: Mixture, share: Coverage, console: Console) -> float | None:
+    gpus = len({*settings.pipeline.targets, *settings.pipeline.drafters})
+    buckets = first_table(mixture, settings.data, seed=settings.train.seed)
+    try:
+        best, words = best_split(Asked(gpus, None, None, None), settings, buckets, share)
+    except UserError as error:
+        console.line(f"  GPU hours not estimated: {error}")
+        return None
+    hours = settings.train.epochs * buckets.samples / best.samples_per_s / 3600
     console.line(
-        f"  GPU hours not estimated: {lacks} A run tells its time left after some steps; `paceline bench step` "
-        "measures a drafter's step"
+        f"  GPU hours: about {gpus * hours:,.2f}, that is {hours:,.2f} hours with {words} (predicted from the machine "
+        f"profile, limited by {best.limit}; `paceline plan --gpus` has every split)"
     )
-    return {"epochs": train.epochs, "tokens": tokens, "blocks": blocks}
+    return gpus * hours

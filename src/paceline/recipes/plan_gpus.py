@@ -26,6 +26,19 @@ class Asked:
     step_rate: float | None  # blocks
 
 
+def best_split(asked: Asked, run: RunSettings, buckets: BucketTable, share: Coverage) -> tuple[Prediction, str]:
+    """Return the split that should make most samples a second, and how it is called.
+
+    Raises:
+        UserError: nobody measured the GPUs, or the target's shape is not known.
+    """
+    profile, rates = _rates(asked.profile)
+    facts = _facts(run)
+    load = _load(run, facts, buckets, share)
+    best = _best(predict(asked.gpus, load, _costs(run, asked, facts, load, rates, _slowest_peer(profile))))
+    return best, _words(best)
+
+
 def plan_gpus(
     asked: Asked, run: RunSettings, buckets: BucketTable, share: Coverage, console: Console
 ) -> dict[str, Any]:
@@ -36,11 +49,10 @@ def plan_gpus(
     """
     profile, rates = _rates(asked.profile)
     facts = _facts(run)
-    load = _load(run, facts, buckets, share)
-    speeds = [speed for row in profile.peer_gb_s for speed in row if speed is not None]
-    cost = _costs(run, asked, facts, load, rates, min(speeds, default=None))
+    load, peer = _load(run, facts, buckets, share), _slowest_peer(profile)
+    cost = _costs(run, asked, facts, load, rates, peer)
     found = predict(asked.gpus, load, cost)
-    best = max(found, key=lambda one: one.samples_per_s)
+    best = _best(found)
     console.line(f"  {asked.gpus} GPUs, predicted from {_source(asked, profile)}:")
     console.table(
         "", ("targets", "drafters", "targets/s", "drafters/s", "samples/s", "limited by"), [_row(one) for one in found]
@@ -50,17 +62,25 @@ def plan_gpus(
     console.line(
         f"  about {best.samples_per_s:,.1f} samples/s, limited by {best.limit}; an epoch in {epoch_h:,.2f} hours"
     )
-    if asked.gpus > 1 and not speeds:
+    if asked.gpus > 1 and peer is None:
         console.line("  nobody measured copies between GPUs here: they are taken to cost nothing")
     return {
         "gpus": asked.gpus,
         "rates": rates.model_dump(),
-        "peer_gb_s": min(speeds, default=None),
+        "peer_gb_s": peer,
         "load": asdict(load),
         "seconds": asdict(cost),
         "splits": [asdict(one) for one in found],
         "best": asdict(best),
     }
+
+
+def _best(found: list[Prediction]) -> Prediction:
+    return max(found, key=lambda one: one.samples_per_s)
+
+
+def _slowest_peer(profile: MachineProfile) -> float | None:
+    return min((speed for row in profile.peer_gb_s for speed in row if speed is not None), default=None)
 
 
 def _rates(path: Path | None) -> tuple[MachineProfile, Rates]:
