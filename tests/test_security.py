@@ -73,7 +73,7 @@ def faults(text: str) -> list[str]:
             loaders = (*map(ast.unparse, call.args), *options.values())
             found += [f"{name} without the safe loader"] * (last != "load" or "_Loader" not in loaders)
         if last in ("from_pretrained", "from_config") and name.startswith(("Auto", "kind")):
-            told = options.get("trust_remote_code") == "False" or options.get("**") == "_FROM"
+            told = options.get("trust_remote_code") == "False" or options.get("**") == "FROM"
             found += [f"{name} without trust_remote_code=False"] * (not told)
     return found
 
@@ -82,9 +82,9 @@ def test_nothing_in_the_sources_can_run_what_it_reads() -> None:
     assert len(SOURCES) > 100
     assert {path.name: found for path in SOURCES if (found := faults(path.read_text()))} == {}
     from paceline.config_file import _Loader
-    from paceline.target.load import _FROM
+    from paceline.target.weights import FROM
 
-    assert _FROM["trust_remote_code"] is False
+    assert FROM["trust_remote_code"] is False
     assert not [tag for tag in _Loader.yaml_constructors if tag and "python" in tag]
 
 

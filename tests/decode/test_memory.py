@@ -14,8 +14,8 @@ from paceline.decode.sampling import GREEDY
 from paceline.decode.steps import Drafts
 from paceline.drafter.ends import FrozenEnds
 from paceline.drafter.model import Drafter
-from paceline.target.load import weight_entries
 from paceline.target.model import DecodingTarget, FeatureTarget
+from paceline.target.weights import weight_entries
 
 
 def held(tensors: Iterable[Tensor]) -> int:

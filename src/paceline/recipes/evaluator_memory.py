@@ -14,7 +14,8 @@ from paceline.observe.console import Console
 from paceline.recipes.target_memory import replica_memory
 from paceline.recipes.train_prompts import Prompts, open_prompts
 from paceline.records import UserError
-from paceline.target.load import TargetFacts, describe, weight_entries
+from paceline.target.load import TargetFacts, describe
+from paceline.target.weights import weight_entries
 from paceline.train.memory import gib, sizes_for_tiles, step_memory
 
 

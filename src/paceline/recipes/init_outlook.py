@@ -11,7 +11,8 @@ from paceline.observe.console import Console
 from paceline.recipes.plan_gpus import Asked, best_split
 from paceline.recipes.plan_memory import sizes_of_target
 from paceline.records import UserError
-from paceline.target.load import describe, load_tokenizer, weight_entries
+from paceline.target.load import describe, load_tokenizer
+from paceline.target.weights import weight_entries
 from paceline.train.memory import gib, sizes_for_tiles, step_memory
 
 

@@ -76,15 +76,18 @@ def check_target(run: RunSettings) -> None:
     """Refuse a target whose drafter `train` would refuse; one that is not here, or not readable, is left to `train`.
 
     Raises:
-        UserError: drafters here do not follow what its architecture does, or it does not go with the data's layout.
+        UserError: drafters here do not follow what its architecture does, its weights are quantized in a way that is
+            not read here, or it does not go with the data's layout.
     """
     from paceline.recipes.target_checks import check_data
     from paceline.target.conventions import find_conventions
     from paceline.target.load import load_config
+    from paceline.target.weights import check_weights
 
     folder = target_folder(run.target)
     if folder is None:
         return
+    check_weights(folder, run.target.model)
     try:
         config = load_config(folder)
     except UserError:  # the estimate of memory says so

@@ -7,8 +7,9 @@ from typing import Any
 from paceline.config import RunSettings
 from paceline.observe.console import Console
 from paceline.records import UserError
-from paceline.target.load import TargetFacts, describe, weight_entries
+from paceline.target.load import TargetFacts, describe
 from paceline.target.memory import TargetMemory, TrunkShape, target_memory
+from paceline.target.weights import weight_entries
 
 
 def replica_memory(settings: RunSettings, facts: TargetFacts) -> TargetMemory:

@@ -6,25 +6,32 @@ local cache or can be fetched. Loading for training keeps the layers up to the d
 
 import hashlib
 import json
-import math
 import os
-import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from paceline.drafter.ends import FrozenEnds
 from paceline.records import UserError
 from paceline.target.conventions import BUILDING, Conventions, find_conventions
-
-# Said each time: where it is not, transformers asks whoever sits at the terminal whether to run a target's own code.
-_FROM: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+from paceline.target.weights import (
+    FROM,
+    PLACES,
+    PlainWeights,
+    StoredWeights,
+    check_files,
+    check_weights,
+    gguf_ends,
+    gguf_file,
+    is_quantized,
+    load_plain,
+    tensor_files,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +64,18 @@ def resolve(model: str, revision: str | None = None) -> Path:
     folder = Path(model).expanduser()
     if folder.exists() and revision is not None:
         raise UserError(f"Target {model} is a folder, so a revision ({revision}) says nothing. Leave it out.")
+    if folder.suffix == ".gguf":
+        raise UserError(
+            f"A target is a folder, and {model} is a file. Put it into a folder with config.json and the tokenizer's "
+            "files of the model that it was made from, and name that."
+        )
     if not folder.exists():
         if folder.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
             raise UserError(f"There is no target folder {model}. Give a folder or a hub id such as Qwen/Qwen3-8B.")
         folder = _snapshot(model, revision)
     if not (folder / "config.json").is_file():
         raise UserError(f"Target folder {folder} has no config.json. Give the folder that holds the model's files.")
-    if not list(folder.glob("*.safetensors")):
-        raise UserError(f"Target folder {folder} has no *.safetensors file. Convert its weights to safetensors first.")
+    check_files(folder)
     return folder
 
 
@@ -100,7 +111,8 @@ def describe(model: str, revision: str | None = None) -> TargetFacts:
     """Return the facts of a target; reads its config and the headers of its weight files."""
     folder = resolve(model, revision)
     config = load_config(folder)
-    _tensor_files(folder)  # a damaged file is named before anything is built
+    check_weights(folder, model)
+    tensor_files(folder)  # a damaged file is named before anything is built
     try:
         heads = config.num_attention_heads
         return TargetFacts(
@@ -130,7 +142,7 @@ def load_config(folder: Path) -> Any:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     try:
-        whole = AutoConfig.from_pretrained(folder, **_FROM)
+        whole = AutoConfig.from_pretrained(folder, **FROM)
         text = whole.get_text_config()
     except Exception as error:
         _check_own_code(folder / "config.json")
@@ -176,7 +188,7 @@ def load_tokenizer(model: str, revision: str | None = None) -> Any:
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")):
         raise UserError(f"Target folder {folder} has no tokenizer.json. Put the model's tokenizer files beside it.")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, **_FROM)
+        tokenizer = AutoTokenizer.from_pretrained(folder, **FROM)
     except Exception as error:
         _check_own_code(folder / "tokenizer_config.json")
         reason = " ".join(str(error).split())[:200]
@@ -223,9 +235,13 @@ def _load(
     on_loaded: Callable[[float], None] = lambda share: None,
 ) -> Any:
     _quiet()
-    with BUILDING, _bars_told_to(on_loaded):
+    with BUILDING:
         # No attention is named: transformers takes sdpa, or eager where an architecture's attention is more than that.
-        model = kind.from_pretrained(facts.folder, dtype=dtype, use_safetensors=True, **_FROM)
+        if is_quantized(facts.folder):
+            model = load_plain(kind, facts.folder, facts.name, dtype, on_loaded)
+        else:
+            with _bars_told_to(on_loaded):
+                model = kind.from_pretrained(facts.folder, dtype=dtype, use_safetensors=True, **FROM)
         model.eval().requires_grad_(False).to(device)
     if not isinstance(getattr(decoder_of(model), "layers", None), nn.ModuleList):
         raise UserError(f"Target {facts.name} ({type(model).__name__}) has no list of decoder layers to tap.")
@@ -269,7 +285,23 @@ def _counted(items: Iterable[Any], total: int, on_loaded: Callable[[float], None
 
 
 def load_ends(facts: TargetFacts) -> FrozenEnds:
-    """Return the target's embedding and head (one tensor where they are tied), on the CPU in the files' dtype."""
+    """Return the target's embedding and head (one tensor where they are tied), on the CPU in the files' dtype, or as
+    plain numbers where they are quantized."""
+    file = gguf_file(facts.folder)
+    embed_VH, head_VH = gguf_ends(file) if file else _read_ends(facts)
+    if embed_VH.shape != (facts.vocab_size, facts.hidden_size):
+        raise UserError(
+            f"The embedding of {facts.name} must be {facts.vocab_size} x {facts.hidden_size}, as config.json says, and "
+            f"that of its files is {' x '.join(map(str, embed_VH.shape))}. Put the model's own config.json beside them."
+        )
+    # A file may hold both although the config ties them; what is in the file counts, as for transformers.
+    if head_VH is None or torch.equal(embed_VH, head_VH):
+        head_VH = embed_VH
+    return FrozenEnds(embed_VH, head_VH, facts.conventions.embed_scale, facts.conventions.logit_cap)
+
+
+def _read_ends(facts: TargetFacts) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return embedding and head; no head where it is the embedding."""
     from transformers import AutoModelForCausalLM
 
     config = load_config(facts.folder)
@@ -278,56 +310,18 @@ def load_ends(facts: TargetFacts) -> FrozenEnds:
     embed = skeleton.get_input_embeddings().weight
     # The first of a tied pair's names is the embedding's; only that one is in the file.
     embed_name = next(name for name, p in skeleton.named_parameters() if p is embed)
-    files = _tensor_files(facts.folder)
-    head_name = next((f"{place}lm_head.weight" for place in _PLACES if f"{place}lm_head.weight" in files), None)
-    embed_VH = _read_tensor(facts.folder, embed_name)
-    does = {"scale": facts.conventions.embed_scale, "cap": facts.conventions.logit_cap}
-    if head_name is None:
-        if not skeleton.config.tie_word_embeddings:
-            raise UserError(f"Target folder {facts.folder} has no lm_head.weight although its config does not tie it.")
-        return FrozenEnds(embed_VH, embed_VH, **does)
-    head_VH = _read_tensor(facts.folder, head_name)
-    # A file may hold both although the config ties them; what is in the file counts, as for transformers.
-    return FrozenEnds(embed_VH, embed_VH if torch.equal(embed_VH, head_VH) else head_VH, **does)
+    weights = PlainWeights(facts.folder, facts.name) if is_quantized(facts.folder) else StoredWeights(facts.folder)
+    embed_in_files = _place(weights, embed_name.removeprefix("model."))
+    if embed_in_files is None:
+        raise UserError(f"Target folder {facts.folder} has no tensor {embed_name} in its *.safetensors files.")
+    head_in_files = _place(weights, "lm_head.weight")
+    if head_in_files is None and not skeleton.config.tie_word_embeddings:
+        raise UserError(f"Target folder {facts.folder} has no lm_head.weight although its config does not tie it.")
+    return weights.read(embed_in_files), weights.read(head_in_files) if head_in_files else None
 
 
-def _tensor_files(folder: Path) -> dict[str, Path]:
-    files: dict[str, Path] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(path, framework="pt") as tensors:
-                files |= dict.fromkeys(tensors.keys(), path)
-        except SafetensorError as error:
-            raise UserError(f"{path} is damaged: {error}. Fetch or convert the target again.") from None
-    return files
-
-
-# Before a decoder's names in files: its own, or those of models that also see.
-_PLACES = ("model.", "", "model.language_model.", "language_model.model.", "language_model.")
-
-
-def weight_entries(folder: Path, *, deepest: int | None = None) -> int:
-    """Return how many weights a target's files hold, by their headers; with `deepest` those of its trunk up to that
-    layer, without the head."""
-    count = 0
-    for name, path in _tensor_files(folder).items():
-        layer = re.search(r"\blayers\.(\d+)\.", name)
-        if deepest is not None and ("lm_head." in name or (layer and int(layer[1]) > deepest)):
-            continue
-        with safe_open(path, framework="pt") as tensors:
-            count += math.prod(tensors.get_slice(name).get_shape())
-    return count
-
-
-def _read_tensor(folder: Path, name: str) -> torch.Tensor:
-    files = _tensor_files(folder)
-    found = next(
-        (place + name.removeprefix("model.") for place in _PLACES if place + name.removeprefix("model.") in files), ""
-    )
-    if not found:
-        raise UserError(f"Target folder {folder} has no tensor {name} in its *.safetensors files.")
-    with safe_open(files[found], framework="pt") as tensors:
-        return tensors.get_tensor(found)
+def _place(weights: Container[str], name: str) -> str | None:
+    return next((place + name for place in PLACES if place + name in weights), None)
 
 
 _WIDEST_HEAD = 128  # of published drafters; wider heads of their targets they do not inherit
@@ -344,6 +338,12 @@ def fingerprint(folder: Path) -> str:
         with path.open("rb") as file:
             header = file.read(8)
             digest.update(header + file.read(int.from_bytes(header, "little")))
+            digest.update(file.read(_SAMPLED))
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _SAMPLED))
+            digest.update(file.read() + str(size).encode())
+    if found := gguf_file(folder):
+        with found.open("rb") as file:
             digest.update(file.read(_SAMPLED))
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - _SAMPLED))
