@@ -53,6 +53,9 @@ def evaluate(
     probe: Annotated[
         bool, typer.Option("--probe", help="Check the conventions between drafter, target and data instead.")
     ] = False,
+    reference: Annotated[
+        str | None, typer.Option(help="Model that a quantized target was made from; --probe compares features.")
+    ] = None,
     server: Annotated[
         str | None,
         typer.Option(help="URL of a running SGLang or vLLM to measure instead. Key: PACELINE_API_KEY."),
@@ -83,6 +86,7 @@ def evaluate(
         {
             "--probe": probe or None,
             "--against": against,
+            "--reference": reference,
             "--device": device,
             "--checkpoint": checkpoint,
             "--dtype": dtype,
@@ -118,13 +122,14 @@ def evaluate(
     where = choose_device(device)
     how: dict[str, Any] = {"device": where, "dtype": dtype or "float32", "moved_to": target, "checkpoint": checkpoint}
     if probe:
-        return _probe(run, source, asking, console, json, **how)
+        return _probe(run, source, asking, console, json, reference=reference, **how)
     timed = 8 if timed_prompts is None else timed_prompts
     return _measure(run, source, asking, console, json, rows=rows or 8, timed_prompts=timed, against=against, **how)
 
 
 def _probe(run: Path, source: str, asking: "Asking", console: Console, json: bool, **how: Any) -> None:
-    from paceline.recipes.evaluate_probe import evaluate_probe, probe_error, probe_text
+    from paceline.recipes.evaluate_probe import evaluate_probe
+    from paceline.recipes.probe_texts import probe_error, probe_text
 
     findings = evaluate_probe(run, source, asking, console=console, **how)
     finish(console, json, findings, probe_text(findings))
@@ -158,7 +163,16 @@ def _places(first: Path, second: str | None, *, alone: bool) -> tuple[Path | Non
 
 # What has nothing to do beside a flag, in the order in which it is refused.
 _IDLE = {
-    "--server": ("--probe", "--against", "--device", "--checkpoint", "--dtype", "--rows", "--timed-prompts"),
+    "--server": (
+        "--probe",
+        "--against",
+        "--reference",
+        "--device",
+        "--checkpoint",
+        "--dtype",
+        "--rows",
+        "--timed-prompts",
+    ),
     "--probe": ("--against", "--rows", "--timed-prompts", "--temperature", "--top-p", "--top-k"),
 }
 _OF_SERVER = ("--served-name", "--concurrency", "--server-timeout")
@@ -169,5 +183,7 @@ def _check_goes_with(flags: dict[str, bool], options: dict[str, object]) -> None
     for flag, used in flags.items():
         if used and (idle := [name for name in _IDLE[flag] if options[name] is not None]):
             raise UserError(f"{flag} goes without {idle[0]}. Leave one of them out.")
+    if not flags["--probe"] and options["--reference"] is not None:
+        raise UserError("--reference is of the probe, got it without --probe. Leave it out.")
     if not flags["--server"] and (idle := [name for name in _OF_SERVER if options[name] is not None]):
         raise UserError(f"{idle[0]} is of a server, got it without --server. Leave it out.")

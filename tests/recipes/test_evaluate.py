@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,10 +12,12 @@ from statistics import fmean
 from typing import Any
 
 import pytest
+import torch
 from fake_drafting import Vllm, cycles_for, sglang
 from fake_server import listed, serving
 from rich.cells import cell_len
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from paceline import cli
 from paceline.decode.sampling import Sampling
@@ -413,6 +416,49 @@ def test_a_probe_without_what_the_run_was_made_of(run: Run, prompts: Path) -> No
     assert found["mask token"][1].endswith("nor in no dataset (none is here)")
     Path("run/settings.yaml").unlink()
     assert probed("run", prompts)[1]["settings"] == ("unchecked", "the run has no settings.yaml")
+
+
+def test_a_probe_against_the_model_that_the_target_was_made_from(
+    run: Run, prompts: Path, tiny: TargetFacts, tmp_path: Path
+) -> None:
+    """Another layer behind the second tap changes the third alone; how much, two stock models say."""
+    original = tmp_path / "original"
+    shutil.copytree(tiny.folder, original)
+    weights = load_file(original / "model.safetensors")
+    weights["model.layers.3.mlp.down_proj.weight"] *= 1.5
+    save_file(weights, original / "model.safetensors", metadata={"format": "pt"})
+    words = [json.loads(line)["prompt"].split() for line in prompts.read_text().splitlines()][:4]
+    own, other = (
+        torch.cat([model(torch.tensor([ids]), output_hidden_states=True).hidden_states[5][0] for ids in asked])
+        for model, asked in (
+            (
+                AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+                [[int(w[1:]) for w in p] for p in words],
+            )
+            for folder in (tiny.folder, original)
+        )
+    )
+    arguments = (run(), prompts, "--device", "cpu", "--probe", "--reference", original)
+    status, out, _ = paceline(*arguments, "--json")
+    told = json.loads(out)["reference"]
+    assert (status, told["target"], [one["tap"] for one in told["taps"]]) == (0, str(original), [0, 2, 4])
+    wanted = ((own - other).norm() / other.norm()).item()
+    assert [one["relative_error"] for one in told["taps"]] == [0, 0, pytest.approx(wanted, rel=1e-3)]
+    assert wanted > 0.01
+    _, out, _ = paceline(*arguments)
+    assert out.splitlines()[-4:] == ["    tap  relative error", "      0               0", "      2               0",
+                                     f"      4  {wanted:14.2g}"]  # fmt: skip
+
+
+def test_references_that_are_refused(run: Run, prompts: Path, tiny: TargetFacts, tied: TargetFacts) -> None:
+    run()
+    assert refusal("run", prompts, "--probe", "--reference", tied.name) == (
+        f"--reference must be a model of the target's shape, with a hidden size of 64, and {tied.name} has 48. Name "
+        f"the model that {tiny.name} was made from."
+    )
+    assert refusal("run", prompts, "--reference", tied.name) == (
+        "--reference is of the probe, got it without --probe. Leave it out."
+    )
 
 
 # --- long prompts

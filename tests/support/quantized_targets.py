@@ -240,21 +240,20 @@ def _scales(weight: Tensor, arguments: Any) -> Weights:
 
 
 def bitsandbytes(bits: int, **more: Any) -> Callable[[Path], Weights]:
-    """As transformers and bitsandbytes write it, the head too; numbers by the published formula."""
+    """As transformers and bitsandbytes write it, a head of its own too; numbers by the published formula."""
 
     def make(folder: Path) -> Weights:
         from transformers import BitsAndBytesConfig
 
         names = [*_linear(_open(folder))]
-        asked = BitsAndBytesConfig(**{f"load_in_{bits}bit": True}, llm_int8_skip_modules=["vision_tower"], **more)
+        left = ["vision_tower", *([] if "lm_head" in names else ["lm_head"])]
+        asked = BitsAndBytesConfig(**{f"load_in_{bits}bit": True}, llm_int8_skip_modules=left, **more)
         model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=asked, dtype=torch.float32)
         model.save_pretrained(folder)
         stored = load_file(folder / "model.safetensors")
         worth_of = _worth_of_four_bits if bits == 4 else _worth_of_eight_bits
-        quantized = [name for name in names if stored[f"{name}.weight"].dtype in (torch.uint8, torch.int8)]
-        assert len(quantized) >= len(names) - 1  # a tied head has no tensor of its own
         shapes = {name: one.shape for name, one in load_file(folder / "plain" / "weights").items()}
-        return {f"{n}.weight": worth_of(stored, n).reshape(shapes[f"{n}.weight"]) for n in quantized}
+        return {f"{name}.weight": worth_of(stored, name).reshape(shapes[f"{name}.weight"]) for name in names}
 
     return make
 
@@ -364,5 +363,6 @@ QUANTIZED = [
         )
     ),
     Quantized("gguf", "Q8_0", "Llama 3", gguf_file("Q8_0"), "gguf, accelerate"),
+    Quantized("gguf", "Q5_0", "SmolLM2", gguf_file("Q5_0"), "gguf, accelerate"),
     Quantized("gguf", "Q4_0", "Qwen3", gguf_file("Q4_0"), "gguf, accelerate"),
 ]

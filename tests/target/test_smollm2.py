@@ -478,6 +478,23 @@ def test_the_real_model_speaks(real: Path, caplog: pytest.LogCaptureFixture) -> 
 
 
 @pytest.mark.slow
+def test_a_folder_with_the_gguf_file_is_the_same_target(real: Path, tmp_path: Path) -> None:
+    from paceline.target.load import describe, load_ends, load_trunk
+
+    (tmp_path / "work").mkdir()
+    folder = shutil.copytree(real, tmp_path / "folder", ignore=shutil.ignore_patterns("*.safetensors"))
+    (folder / "model.gguf").symlink_to(smollm2._obtain(tmp_path / "work", print))
+    torch = pytest.importorskip("torch")
+    trunks = [load_trunk(describe(str(one)), 20, dtype=torch.bfloat16, device="cpu") for one in (real, folder)]
+    theirs, ours = (trunk.state_dict() for trunk in trunks)
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+    ends = load_ends(describe(str(folder)))
+    assert ends.head_VH is ends.embed_VH
+    assert torch.equal(ends.embed_VH.bfloat16(), theirs["embed_tokens.weight"])
+
+
+@pytest.mark.slow
 def test_the_weights_equal_those_of_the_stock_gguf_loader(real: Path, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     torch = pytest.importorskip("torch")

@@ -93,6 +93,16 @@ def check_features(name: str, taps: Sequence[int], features: Sequence[Tensor], p
     return Check(name, "ok", f"taps {list(taps)} are hidden_states[tap + 1] of a plain forward (error {worst:.1g})")
 
 
+def tap_errors(
+    taps: Sequence[int], features: Sequence[Float[Tensor, "T D"]], reference: Sequence[Float[Tensor, "T D"]]
+) -> dict[int, float]:
+    """Return by tap how far features are from another model's, relative to those, over all tokens."""
+    own, others = (torch.cat(list(some)).double().chunk(len(taps), dim=-1) for some in (features, reference))
+    return {
+        tap: ((part - other).norm() / other.norm()).item() for tap, part, other in zip(taps, own, others, strict=True)
+    }
+
+
 def check_logprobs(rebuilt: Sequence[Tensor], plain: Sequence[Plain], layer: int) -> Check:
     """Hold log-probabilities rebuilt from features against the target's own, for each position's likeliest token."""
     worst = _worst_logprob(rebuilt, plain)

@@ -1,10 +1,10 @@
 """`paceline evaluate --probe`: which conventions drafter, target and data share, one line each."""
 
-import textwrap
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from paceline.checkpoint.drafter import DrafterMeta, find_drafter
 from paceline.config_file import load_settings
@@ -16,7 +16,7 @@ from paceline.probe import parity
 from paceline.probe.parity import Check, Plain
 from paceline.probe.parity_features import decoding_features, training_features
 from paceline.recipes.evaluate_asked import Asking, ask, template_hash
-from paceline.records import RunError
+from paceline.recipes.probe_reference import against_reference, open_reference
 from paceline.target.load import TargetFacts, describe, load_causal, load_ends, load_tokenizer
 from paceline.target.model import DecodingTarget, FeatureTarget
 
@@ -33,10 +33,12 @@ def evaluate_probe(
     console: Console,
     moved_to: str | None = None,
     checkpoint: str | None = None,
+    reference: str | None = None,
 ) -> dict[str, Any]:
-    """Check every convention and return what was found."""
+    """Check every convention and return what was found; of a `reference` also how far features are from its."""
     meta = find_drafter(run, checkpoint).meta
     facts = describe(moved_to or meta.target)
+    other = None if reference is None else open_reference(reference, facts)
     tokenizer = load_tokenizer(facts.name)
     ids = ask(prompts, asking, tokenizer, facts).ids
     some = [prompt[:_TOKENS] for prompt in ids[:_PROMPTS]]
@@ -52,41 +54,29 @@ def evaluate_probe(
     ]
 
     # 2. What is computed: no more than one copy of the target is loaded at a time.
+    effect = None
     if all(check.state != "off" for check in checks[1:2]):
-        with console.progress("probe", 3) as tick:
-            checks += _computed(meta, facts, some, getattr(torch, dtype), device, tick)
+        numbers = getattr(torch, dtype)
+        with console.progress("probe", 3 + (other is not None)) as tick:
+            trained, computed = _computed(meta, facts, some, numbers, device, tick)
+            checks += computed
+            if other is not None:
+                effect = against_reference(other, meta.settings.taps, trained, some, dtype=numbers, device=device)
+                tick(4)
     return {
         "run": str(run),
         "target": facts.name,
         "dtype": dtype,
         "prompts": len(ids),
         "checks": [{"convention": one.convention, "state": one.state, "text": one.text} for one in checks],
+        "reference": effect,
     }
-
-
-def probe_text(report: dict[str, Any]) -> str:
-    """Return a line a convention, in 80 columns."""
-    return "\n".join(
-        textwrap.fill(
-            f"{one['convention']}: {one['text']}",
-            width=80,
-            initial_indent=f"{one['state']:<10}",
-            subsequent_indent=" " * 12,
-            break_on_hyphens=False,
-        )
-        for one in report["checks"]
-    )
-
-
-def probe_error(report: dict[str, Any]) -> RunError | None:
-    """Return what to end with if a convention is off."""
-    wrong = [one["convention"] for one in report["checks"] if one["state"] == "off"]
-    return RunError(f"{', '.join(wrong)}: off, see above. A drafter is served as it was trained.") if wrong else None
 
 
 def _computed(
     meta: DrafterMeta, facts: TargetFacts, some: list[list[int]], dtype: torch.dtype, device: str, tick: Any
-) -> list[Check]:
+) -> tuple[list[Tensor], list[Check]]:
+    """Return the features as training captures them, and what was found."""
     taps, settings = meta.settings.taps, meta.settings
     trained = training_features(FeatureTarget(facts, taps, dtype=dtype, device=device), some)
     tick(1)
@@ -108,7 +98,7 @@ def _computed(
     decoded = decoding_features(DecodingTarget(facts, taps, dtype=dtype, device=device), some)
     tick(3)
     checks.insert(1, parity.check_features("taps in decoding", taps, decoded, plain))
-    return checks
+    return trained, checks
 
 
 def _datasets(run: Path) -> dict[str, CompletionDataset]:

@@ -61,7 +61,7 @@ def sizes_of_target(target: TargetSettings, console: Console) -> dict[str, Any] 
     tied = bool(getattr(config, "tie_word_embeddings", False))
     if tied and _has_head(folder):
         console.line(
-            "  config.json ties embedding and head, but lm_head.weight is in the files: both are counted, "
+            "  config.json ties embedding and head, but the files hold a head: both are counted, "
             "although one is kept where they are equal"
         )
         tied = False
@@ -100,6 +100,10 @@ def _has_head(folder: Path) -> bool:
     """Return whether the weight files hold a head; a damaged one is left to those who load it."""
     from safetensors import SafetensorError, safe_open
 
+    from paceline.target.weights import gguf_file, gguf_has_head
+
+    if file := gguf_file(folder):
+        return gguf_has_head(file)
     for path in folder.glob("*.safetensors"):
         try:
             with safe_open(path, framework="pt") as tensors:

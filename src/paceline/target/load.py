@@ -22,6 +22,7 @@ from paceline.target.conventions import BUILDING, Conventions, find_conventions
 from paceline.target.weights import (
     FROM,
     PLACES,
+    TOLD,
     PlainWeights,
     StoredWeights,
     check_files,
@@ -238,14 +239,24 @@ def _load(
     with BUILDING:
         # No attention is named: transformers takes sdpa, or eager where an architecture's attention is more than that.
         if is_quantized(facts.folder):
-            model = load_plain(kind, facts.folder, facts.name, dtype, on_loaded)
+            model, told = load_plain(kind, facts.folder, facts.name, dtype, on_loaded)
         else:
             with _bars_told_to(on_loaded):
-                model = kind.from_pretrained(facts.folder, dtype=dtype, use_safetensors=True, **FROM)
+                model, told = kind.from_pretrained(facts.folder, dtype=dtype, use_safetensors=True, **TOLD, **FROM)
+        _check_whole(told, facts)
         model.eval().requires_grad_(False).to(device)
     if not isinstance(getattr(decoder_of(model), "layers", None), nn.ModuleList):
         raise UserError(f"Target {facts.name} ({type(model).__name__}) has no list of decoder layers to tap.")
     return model
+
+
+def _check_whole(told: dict[str, Any], facts: TargetFacts) -> None:
+    lacking = sorted({*told["missing_keys"], *(name for name, *_ in told["mismatched_keys"])})
+    if lacking:
+        raise UserError(
+            f"The weights of a target must be those that its config.json describes, and {len(lacking)} of {facts.name} "
+            f"are not in its files or have another shape, {lacking[0]} among them. Fetch or convert it again."
+        )
 
 
 def decoder_of(model: Any) -> Any:

@@ -36,7 +36,8 @@ class Method:
     roots: tuple[str, ...]
     plain: Callable[[Parts, str, Settings], Tensor]  # of the parts by ending, the module's name and the settings
     becomes: str = ".weight"  # the ending of the plain tensor's name
-    check: Callable[[Settings], str] = lambda settings: ""  # what of the settings is not followed here
+    # Rule and value where the settings ask for what is not followed here, as in "must have 4 bits", "3 bits".
+    check: Callable[[Settings], tuple[str, str] | None] = lambda settings: None
     package: str = ""  # that reads it
     extra: str = ""  # which of paceline's extras brings the package
 
@@ -85,12 +86,13 @@ def method_of(settings: Settings, folder: Path, name: str) -> Method:
     if method is None:
         known = ", ".join([*METHODS, "gguf"])
         raise UserError(
-            f"A quantized target's weights must be stored in a way that can be made plain here ({known}), and those of "
-            f"{name} are {told} {where}. Use the checkpoint that it was made from, or one in another of these."
+            f"A target must be quantized with a method whose weights can be made plain here ({known}), and {name} is "
+            f"with {told} {where}. Use the checkpoint that it was made from, or one quantized with one of these."
         )
-    if why := method.check(settings):
+    if broken := method.check(settings):
+        rule, value = broken
         raise UserError(
-            f"Of targets quantized with {told} {why}, which is so for {name} {where}. Use the checkpoint that it was "
+            f"A target quantized with {told} {rule}, and {name} has {value} {where}. Use the checkpoint that it was "
             "made from, or one quantized in another way."
         )
     need(method.package, method.extra, f"Target {name} is quantized with {told} {where}")
@@ -115,7 +117,7 @@ def _name_of(settings: Settings) -> str:
         return "bitsandbytes 4-bit"
     if settings.get("load_in_8bit") or settings.get("_load_in_8bit"):
         return "bitsandbytes 8-bit"
-    return str(settings.get("quant_method", "of no named method"))
+    return str(settings.get("quant_method", "none that is named"))
 
 
 def group(names: Iterable[str], method: Method) -> dict[str, dict[str, str]]:
@@ -186,7 +188,9 @@ def _fp8(parts: Parts, _module: str, settings: Settings) -> Float[Tensor, "O I"]
 
 def _unpacked(packed: Int[Tensor, "*A N"], bits: int) -> Int[Tensor, "*A N P"]:
     """Return the unsigned numbers of 32-bit words, the lowest bits first."""
-    return packed[..., None].to(torch.int32) >> torch.arange(0, 32, bits, dtype=torch.int32) & (1 << bits) - 1
+    if packed.dtype != torch.int32:
+        raise ValueError(f"words of {packed.dtype}")
+    return packed[..., None] >> torch.arange(0, 32, bits, dtype=torch.int32) & (1 << bits) - 1
 
 
 _AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # where a word of eight numbers holds the first, the second, ...
@@ -278,24 +282,29 @@ def _parsed(settings: str) -> Any:
     return QuantizationConfig.model_validate_json(settings)
 
 
-def _check_compressed(settings: Settings) -> str:
+def _check_compressed(settings: Settings) -> tuple[str, str] | None:
     for key in ("transform_config", "sparsity_config"):
         told = settings.get(key)
         if told and told.get("format", told) != "dense":
-            return f"{key} is not followed here"
-    return "" if settings.get("config_groups") else "config_groups must say how weights are stored"
+            return "must have weights that are neither rotated nor sparse", f"a {key}"
+    return None if settings.get("config_groups") else ("must say how weights are stored", "no config_groups")
 
 
-def _check_awq(settings: Settings) -> str:
+def _check_awq(settings: Settings) -> tuple[str, str] | None:
     bits, version = settings.get("bits", settings.get("w_bit", 4)), str(settings.get("version", "gemm")).lower()
-    return "" if (bits, version) == (4, "gemm") else f"4 bits in the layout gemm are read, not {bits} in {version},"
+    return None if (bits, version) == (4, "gemm") else ("must have 4 bits in the layout gemm", f"{bits} in {version}")
 
 
-def _check_gptq(settings: Settings) -> str:
-    told = str(settings.get("checkpoint_format", "gptq")), settings.get("bits")
-    if told[0] in ("gptq", "gptq_v2") and told[1] in (2, 4, 8):
-        return ""
-    return f"2, 4 or 8 bits in the formats gptq and gptq_v2 are read, not {told[1]} in {told[0]},"
+def _check_gptq(settings: Settings) -> tuple[str, str] | None:
+    told, bits = str(settings.get("checkpoint_format", "gptq")), settings.get("bits")
+    if told not in ("gptq", "gptq_v2") or bits not in (2, 4, 8):
+        return "must have 2, 4 or 8 bits in the format gptq or gptq_v2", f"{bits} in {told}"
+    return ("must have the same bits in all layers", "rules for some (dynamic)") if settings.get("dynamic") else None
+
+
+def _check_bitsandbytes(settings: Settings) -> tuple[str, str] | None:
+    kept = settings.get("bnb_4bit_quant_storage") or "uint8"
+    return None if kept == "uint8" else ("must keep its numbers as uint8", f"bnb_4bit_quant_storage {kept}")
 
 
 _BNB4 = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
@@ -323,6 +332,7 @@ METHODS: dict[str, Method] = {
             (".weight", *(f".weight.{part}" for part in (*_BNB4, *_BNB4_STATES))),
             (".weight",),
             _bitsandbytes4,
+            check=_check_bitsandbytes,
             package="bitsandbytes",
             extra="quantized",
         ),

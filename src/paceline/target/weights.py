@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ from paceline.target.quantized import (
 
 # Said each time: where it is not, transformers asks whoever sits at the terminal whether to run a target's own code.
 FROM: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+# transformers draws weights that files lack and, so asked, those of another shape: who loads looks at what it tells.
+TOLD: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
 # Before a decoder's names in files: its own, or those of models that also see.
 PLACES = ("model.", "", "model.language_model.", "language_model.model.", "language_model.")
 
@@ -54,7 +57,7 @@ def check_files(folder: Path) -> None:
 
 
 def check_weights(folder: Path, name: str) -> None:
-    """Refuse weights that are quantized in a way that is not read here; reads config.json and a GGUF file's header.
+    """Refuse weights that are quantized in a way that is not read here; reads config.json and the files' headers.
 
     Raises:
         UserError: the method or architecture is not known, its settings are not followed, or a package is missing.
@@ -62,6 +65,8 @@ def check_weights(folder: Path, name: str) -> None:
     file = gguf_file(folder)
     if file is None:
         check_quantized(folder, name)
+        if is_quantized(folder):  # the files need not be here yet
+            PlainWeights(folder, name)
         return
     for package in ("gguf", "accelerate"):
         need(package, "quantized", f"The weights of target {name} are a GGUF file ({file})")
@@ -76,9 +81,11 @@ def check_weights(folder: Path, name: str) -> None:
         )
 
 
-def _transformers_reads(architecture: str) -> bool:
-    from transformers import modeling_gguf_pytorch_utils as older
+_GGUF_READER = "transformers.modeling_gguf_pytorch_utils"
 
+
+def _transformers_reads(architecture: str) -> bool:
+    older = import_module(_GGUF_READER)
     try:
         from transformers.integrations.gguf.utils import is_gguf_arch_supported
     except ImportError:  # up to transformers 5.23
@@ -134,7 +141,8 @@ class PlainWeights:
         """Read the headers; `name` is the target's, for messages.
 
         Raises:
-            UserError: the method is not known here, or a file is damaged.
+            UserError: the method is not known here, a file is damaged, or a tensor is no numbers and no part of a
+                weight.
         """
         self._folder = folder
         self._settings = settings_of(folder)
@@ -142,6 +150,8 @@ class PlainWeights:
         self._files = _listed(folder, tensor_files(folder))
         self._parts = group(self._files, self._method)
         self._open: dict[Path, Any] = {}
+        for part in (parts[""] for parts in self._parts.values() if "" in parts):
+            check_float(self._file(part).get_slice(part).get_dtype(), part, self._files[part])
 
     def __contains__(self, name: object) -> bool:
         return name in self._parts
@@ -150,12 +160,11 @@ class PlainWeights:
         """Return one weight.
 
         Raises:
-            UserError: it is not stored as its method stores weights, or it is no numbers and no part of a weight.
+            UserError: it is not stored as its method stores weights.
         """
         parts = self._parts[name]
         if parts.keys() == {""}:
-            check_float(self._file(parts[""]).get_slice(parts[""]).get_dtype(), name, self._files[name])
-            return self._file(name).get_tensor(name)
+            return self._file(parts[""]).get_tensor(parts[""])
         tensors = {ending: self._file(one).get_tensor(one) for ending, one in parts.items()}
         return make_plain(name, tensors, self._method, self._settings, self._folder)
 
@@ -189,38 +198,36 @@ def _listed(folder: Path, files: dict[str, Path]) -> dict[str, Path]:
 
 def load_plain(
     kind: Any, folder: Path, name: str, dtype: torch.dtype, on_loaded: Callable[[float], None] = lambda share: None
-) -> Any:
-    """Return a transformers model of a quantized target, with plain weights on the CPU; under BUILDING.
+) -> tuple[Any, dict[str, Any]]:
+    """Return a transformers model of a quantized target, with plain weights on the CPU, and what transformers tells of
+    the loading; under BUILDING.
 
     `kind` is transformers' AutoModel or AutoModelForCausalLM; `on_loaded` learns which share of the weights is there.
 
     Raises:
-        UserError: a weight cannot be made plain, or some are missing.
+        UserError: a weight cannot be made plain.
     """
     config = plain_config(folder)
-    asked: dict[str, Any] = {"config": config, "dtype": dtype, "output_loading_info": True}
+    asked: dict[str, Any] = {"config": config, "dtype": dtype, **TOLD}
+    with torch.device("meta"):
+        built = kind.from_config(config, trust_remote_code=False)
     if file := gguf_file(folder):
         with _bar_told_to(on_loaded):
             model, told = kind.from_pretrained(folder, gguf_file=file.name, **_dequantized(), **asked, **FROM)
+        # Some versions of transformers take a quantized weight of any shape.
+        shapes = {name: weight.shape for name, weight in built.named_parameters()}
+        other = {(name,) for name, weight in model.named_parameters() if weight.shape != shapes[name]}
+        told["mismatched_keys"] = {*told["mismatched_keys"], *other}
     else:
-        with torch.device("meta"):
-            made = type(kind.from_config(config, trust_remote_code=False))
         weights = PlainWeights(folder, name).all(dtype, on_loaded)
-        model, told = made.from_pretrained(None, state_dict=weights, **asked)
-    if missing := sorted(told["missing_keys"]):
-        raise UserError(
-            f"Every weight of a target must be in its files, and {name} lacks {len(missing)}, {missing[0]} among them, "
-            f"by the names of model_type {config.model_type}. Use the checkpoint that it was made from."
-        )
-    return model
+        model, told = type(built).from_pretrained(None, state_dict=weights, **asked)
+    return model, told
 
 
 @contextmanager
 def _bar_told_to(on_loaded: Callable[[float], None]) -> Iterator[None]:
     """Let a function learn what transformers' reader of GGUF files would show as a bar; under BUILDING."""
-    import transformers.modeling_gguf_pytorch_utils
-
-    reader: Any = transformers.modeling_gguf_pytorch_utils
+    reader: Any = import_module(_GGUF_READER)
 
     def told(items: Sequence[Any], **_: Any) -> Iterator[Any]:
         for done, item in enumerate(items):
@@ -243,7 +250,7 @@ def plain_config(folder: Path) -> Any:
     for one in (config, config.get_text_config()):
         vars(one).pop("quantization_config", None)
     if file := gguf_file(folder):  # which may hold a head although the original ties it
-        config.tie_word_embeddings = _GGUF_HEAD not in _gguf_tensors(file)
+        config.tie_word_embeddings = not gguf_has_head(file)
     return config
 
 
@@ -253,6 +260,11 @@ def _dequantized() -> dict[str, Any]:
 
     made = getattr(transformers, "GgufConfig", None)
     return {"quantization_config": made(dequantize=True)} if made else {}
+
+
+def gguf_has_head(path: Path) -> bool:
+    """Return whether a GGUF file holds a head beside the embedding, whatever the original's config.json says."""
+    return _GGUF_HEAD in _gguf_tensors(path)
 
 
 _GGUF_EMBEDDING, _GGUF_HEAD = "token_embd.weight", "output.weight"
