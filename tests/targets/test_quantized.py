@@ -13,6 +13,7 @@ from quantized_table import BEGIN, COMMAND, END, REFUSED, examined, reason_of, r
 from quantized_targets import QUANTIZED, Quantized, compressed, family_of, save_quantized
 from safetensors.torch import load_file, save_file
 from target_matrix import CHECKS, DOCUMENT, Examined
+from trained_run import run
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from paceline.config import RunSettings
@@ -204,6 +205,33 @@ def test_a_damaged_gguf_file_is_named(target: Callable[[str], Examined], tmp_pat
     )
     with pytest.raises(UserError, match=r"that transformers reads from one, and .*model.gguf holds plamo"):
         describe(str(folder))
+
+
+def test_a_run_learns_from_it_what_it_would_from_what_the_weights_are_worth(
+    target: Callable[[str], Examined],
+    tiny_folder: Path,
+    tmp_path: Path,
+    shape: Any,
+    write_dataset: Callable[..., Path],
+    random_rows: list,
+) -> None:
+    """Bit for bit, with head and embedding; the quantized target's head is quantized, too."""
+    quantized_folder = shutil.copytree(target("fp8, blocks").folder, tmp_path / "quantized")
+    target("fp8, blocks").stock(torch.float32).save_pretrained(tmp_path / "plain")
+    dataset, learnt = write_dataset(random_rows), []
+    for folder in (quantized_folder, tmp_path / "plain"):
+        tree: dict[str, Any] = {
+            "run_dir": str(tmp_path / f"run-{folder.name}"),
+            "target": {"model": str(with_tokenizer(folder, tiny_folder)), "dtype": "float32"},
+            "drafter": shape.model_dump(),
+            "data": {"dataset": str(dataset), "token_budget": 120, "align": 8, "buckets": 3},
+            "train": {"max_steps": 3, "context_slots": 100, "anchor_slots": 16, "anchors_per_sample": 4}
+            | {"dtype": "float32", "lr": 1e-2},
+            "pipeline": {"targets": ["cpu"], "drafters": ["cpu"]},
+        }
+        learnt.append(run(RunSettings.model_validate(tree))[1])
+    assert learnt[0].keys() == learnt[1].keys()
+    assert all(torch.equal(learnt[0][name], learnt[1][name]) for name in learnt[0])
 
 
 # ----------------------------------------------------------------------------------------------------------------- slow

@@ -10,7 +10,7 @@ Shapes: O outputs, I inputs of a linear layer, G groups of inputs that share a s
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
@@ -178,49 +178,63 @@ def _fp8(parts: Parts, _module: str, settings: Settings) -> Float[Tensor, "O I"]
     """Blocks of a matrix share a scale; at its right and lower edge they may be cut."""
     weight, scale = parts[".weight"].float(), parts[".weight_scale_inv"].float()
     if scale.numel() == 1:
-        return weight * scale.reshape(())
+        return weight.mul_(scale.reshape(()))
     height, width = settings.get("weight_block_size") or (128, 128)
     rows, columns = weight.shape
     if scale.shape != (math.ceil(rows / height), math.ceil(columns / width)):
         raise ValueError(f"{tuple(scale.shape)} scales for {rows} x {columns} in blocks of {height} x {width}")
-    return weight * scale.repeat_interleave(height, 0)[:rows].repeat_interleave(width, 1)[:, :columns]
+    for at, row in enumerate(scale):  # in place: these are gigabytes
+        weight[at * height : (at + 1) * height] *= row.repeat_interleave(width)[:columns]
+    return weight
 
 
-def _unpacked(packed: Int[Tensor, "*A N"], bits: int) -> Int[Tensor, "*A N P"]:
-    """Return the unsigned numbers of 32-bit words, the lowest bits first."""
+def _unpacked(packed: Int[Tensor, "A B"], shifts: Sequence[int], bits: int, *, downwards: bool = False) -> Tensor:
+    """Return the unsigned numbers of 32-bit words, those of a word side by side, or one under the other."""
     if packed.dtype != torch.int32:
         raise ValueError(f"words of {packed.dtype}")
-    return packed[..., None] >> torch.arange(0, 32, bits, dtype=torch.int32) & (1 << bits) - 1
+    by = torch.tensor(shifts, dtype=torch.int32)
+    spread = packed[:, None] >> by[:, None] if downwards else packed[..., None] >> by
+    return (spread & (1 << bits) - 1).flatten(0, 1) if downwards else (spread & (1 << bits) - 1).flatten(1)
 
 
-_AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # where a word of eight numbers holds the first, the second, ...
+def _scaled(
+    numbers_IO: Tensor, zeros_GO: Tensor, scales_GO: Tensor, group_I: Int[Tensor, " I"] | None
+) -> Float[Tensor, "O I"]:
+    """Return what numbers stand for; without `group_I` groups have the same size and follow one another."""
+    plain_IO, zeros_GO, scales_GO = numbers_IO.float(), zeros_GO.float(), scales_GO.float()
+    if group_I is None:
+        plain_IO.view(len(scales_GO), -1, plain_IO.shape[1]).sub_(zeros_GO[:, None]).mul_(scales_GO[:, None])
+    else:
+        plain_IO.sub_(zeros_GO[group_I]).mul_(scales_GO[group_I])
+    return plain_IO.T
+
+
+_AWQ_SHIFTS = [0, 16, 4, 20, 8, 24, 12, 28]  # of the first number in a word of eight, the second, ...
 
 
 def _awq(parts: Parts, _module: str, settings: Settings) -> Float[Tensor, "O I"]:
     """Words hold eight outputs of an input, out of order; scales and zeros are those of a group of inputs."""
-    numbers_IO, zeros_GO = (_unpacked(parts[part], 4)[..., _AWQ_PLACES].flatten(1) for part in (".qweight", ".qzeros"))
-    scales_GO = parts[".scales"].float()
-    size = numbers_IO.shape[0] // scales_GO.shape[0]
-    if numbers_IO.shape != (scales_GO.shape[0] * size, scales_GO.shape[1]):
-        raise ValueError(f"{tuple(scales_GO.shape)} scales for {tuple(numbers_IO.shape)} numbers")
-    return ((numbers_IO - zeros_GO.repeat_interleave(size, 0)) * scales_GO.repeat_interleave(size, 0)).T
+    numbers_IO, zeros_GO = (_unpacked(parts[part], _AWQ_SHIFTS, 4) for part in (".qweight", ".qzeros"))
+    return _scaled(numbers_IO, zeros_GO, parts[".scales"], None)
 
 
 def _gptq(parts: Parts, _module: str, settings: Settings) -> Float[Tensor, "O I"]:
     """Words hold several inputs of an output, in order; `g_idx` says which group an input belongs to. Up to the format
     gptq_v2 zeros are stored less one."""
     bits = int(settings["bits"])
-    numbers_IO = _unpacked(parts[".qweight"].T, bits).flatten(1).T
-    zeros_GO, scales_GO = _unpacked(parts[".qzeros"], bits).flatten(1), parts[".scales"].float()
+    shifts = range(0, 32, bits)
+    numbers_IO = _unpacked(parts[".qweight"], shifts, bits, downwards=True)
+    zeros_GO = _unpacked(parts[".qzeros"], shifts, bits)
     if settings.get("checkpoint_format", "gptq") != "gptq_v2":
         if (zeros_GO == (1 << bits) - 1).any():
-            raise ValueError("a zero point of -1 or 0 that was stored less one is read differently by each library")
+            raise ValueError("a zero point of 0 was stored less one, which every library reads differently")
         zeros_GO = zeros_GO + 1
-    inputs = numbers_IO.shape[0]
-    size = int(settings.get("group_size", 128))
-    group_I = torch.arange(inputs) // (size if size > 0 else inputs)
-    group_I = parts[".g_idx"].long() if ".g_idx" in parts else group_I
-    return ((numbers_IO - zeros_GO[group_I]) * scales_GO[group_I]).T
+    inputs, size = len(numbers_IO), int(settings.get("group_size", 128))
+    size = size if size > 0 else inputs
+    in_order_I = torch.arange(inputs) // size
+    group_I = parts.get(".g_idx", in_order_I).long()
+    ordered = inputs == size * len(zeros_GO) and torch.equal(group_I, in_order_I)
+    return _scaled(numbers_IO, zeros_GO, parts[".scales"], None if ordered else group_I)
 
 
 def _bitsandbytes4(parts: Parts, _module: str, _settings: Settings) -> Tensor:

@@ -173,7 +173,7 @@ class PlainWeights:
         weights = {}
         for done, name in enumerate(self._parts):
             on_loaded(done / len(self._parts))
-            weights[name] = self.read(name).to(dtype)
+            weights[name] = self.read(name).to(dtype).contiguous()
         return weights
 
     def _file(self, name: str) -> Any:
