@@ -6,6 +6,7 @@ PACELINE_WHEEL_PYTHON. Commands run there, outside the repository.
 
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ from paceline.observe.reading import read_events
 pytestmark = pytest.mark.wheel
 
 ROOT = Path(__file__).parents[2]
-EXTRAS = {"demo", "sets", "tensorboard", "wandb", "mlflow", "trackio", "web", "report"}
+EXTRAS = {"demo", "quantized", "sets", "tensorboard", "wandb", "mlflow", "trackio", "web", "report"}
 PROBES = ("torch", "cores-and-memory", "limits")
 DOCTOR = f"""
 import json
@@ -133,6 +134,9 @@ def trained(paceline: Callable[..., Ran], place: Path, tiny_folder: Path) -> Pat
     shape = ["drafter.layers=1", "drafter.block_size=4", "train.context_slots=128", "train.anchor_slots=32"]
     shape += ["train.anchors_per_sample=8", "train.max_steps=2", "target.dtype=float32", "pipeline.targets=[cpu]"]
     paceline("train", "RUN.yaml", *shape, "pipeline.drafters=[cpu]", "train.policy=eager")
+    config = json.loads((shutil.copytree(tiny_folder, place / "four-bits") / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (place / "four-bits" / "config.json").write_text(json.dumps(config))
     return place / "run"
 
 
@@ -150,6 +154,7 @@ def test_it_trains_and_exports(paceline: Callable[..., Ran], trained: Path, plac
         ("report", ["report", "run"]),
         ("web", ["watch", "run", "--web"]),
         ("demo", ["demo"]),
+        ("quantized", ["init", "--target", "four-bits", "--out", "other"]),
         ("sets", ["evaluate", "run", "humaneval"]),
         *(
             (name, ["train", "RUN.yaml", "run_dir=other", f"observe.trackers=[{name}]"])
