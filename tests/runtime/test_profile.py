@@ -13,6 +13,7 @@ from paceline.runtime.profile import (
     Disk,
     MachineKey,
     MachineProfile,
+    Rates,
     choose_policy,
     load_profile,
     make_profile,
@@ -121,6 +122,32 @@ def test_a_profile_that_is_not_ours(tmp_path: Path, text: str, said: str) -> Non
     assert found is None
     assert said in reason
     assert reason.endswith("Run `paceline doctor`.")
+
+
+def test_a_profile_that_is_nested_too_deeply(tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    path.write_text("[" * 200_000)
+    found, reason = load_profile(path, HERE)
+    assert found is None
+    assert "cannot be read" in reason
+
+
+@pytest.mark.parametrize("wrong", [-1.0, 0.0, float("nan"), float("inf"), 1e300])
+@pytest.mark.parametrize("which", ["bf16_tflops", "memory_gb_s", "fp8_tflops", "peer"])
+def test_a_speed_that_none_can_be_is_damage(tmp_path: Path, which: str, wrong: float) -> None:
+    rates = Rates(bf16_tflops=797.0, fp8_tflops=None, memory_gb_s=4000.0)
+    tree = profile().model_copy(update={"rates": {"NVIDIA H200": rates}}).model_dump()
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps(tree))
+    assert load_profile(path, HERE)[0]
+    if which == "peer":
+        tree["peer_gb_s"] = [[None, wrong], [394.0, None]]
+    else:
+        tree["rates"]["NVIDIA H200"][which] = wrong
+    path.write_text(json.dumps(tree))
+    found, reason = load_profile(path, HERE)
+    assert found is None
+    assert f"is damaged at {'peer_gb_s' if which == 'peer' else 'rates.NVIDIA H200'}" in reason
 
 
 def test_it_lies_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ def copies_between_all_pairs(bench: Bench) -> Finding:
     failed: list[str] = []
     for source, target in itertools.permutations(range(count), 2):
         try:
-            speeds[source][target] = round(_copy_speed(source, target), 1)
+            speeds[source][target] = float(f"{_copy_speed(source, target):.4g}")
             if not torch.cuda.can_device_access_peer(source, target):
                 staged.append(f"{source}→{target}")
         except Exception as error:

@@ -52,14 +52,18 @@ def _generator(device: torch.device) -> torch.Generator:
 
 def _tera(product: Callable[[], object], device: torch.device) -> float:
     """Return 10^12 operations a second."""
-    return round(2 * SIDE**3 / _seconds(product, PRODUCTS, device) / 1e12, 1)
+    return _rounded(2 * SIDE**3 / _seconds(product, PRODUCTS, device) / 1e12)
 
 
 def _memory(device: torch.device) -> float:
     """Return GB/s that are read and written."""
     here = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
     there = torch.empty_like(here)
-    return round(2 * COPY_BYTES / _seconds(lambda: there.copy_(here), COPIES, device) / 1e9, 1)
+    return _rounded(2 * COPY_BYTES / _seconds(lambda: there.copy_(here), COPIES, device) / 1e9)
+
+
+def _rounded(rate: float) -> float:
+    return float(f"{rate:.4g}")  # of a slow device it must not become 0: predictions divide by it
 
 
 def _seconds(work: Callable[[], object], times: int, device: torch.device) -> float:

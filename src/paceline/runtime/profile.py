@@ -13,9 +13,9 @@ import tempfile
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from paceline.records import UserError
 
@@ -24,6 +24,7 @@ FILE = "machine.json"
 
 Policy = Literal["eager", "compiled", "captured"]
 Flex = Literal["forward and backward", "forward only", "none"]
+Speed = Annotated[float, Field(gt=0, lt=1e9, allow_inf_nan=False)]  # what times are predicted from divides by it
 
 
 class _Frozen(BaseModel):
@@ -50,9 +51,9 @@ class Disk(_Frozen):
 class Rates(_Frozen):
     """How fast a kind of GPU was seen to be."""
 
-    bf16_tflops: float
-    fp8_tflops: float | None  # null where there is none
-    memory_gb_s: float  # read and written
+    bf16_tflops: Speed
+    fp8_tflops: Speed | None  # null where there is none
+    memory_gb_s: Speed  # read and written
 
 
 class MachineKey(_Frozen):
@@ -73,7 +74,7 @@ class MachineProfile(_Frozen):
     compile_in_worker: bool
     capture_in_worker: bool
     flex_attention: dict[str, Flex]  # by kind of device: "cpu" or a GPU's name
-    peer_gb_s: tuple[tuple[float | None, ...], ...] = ()  # from row to column; null on the diagonal or where it failed
+    peer_gb_s: tuple[tuple[Speed | None, ...], ...] = ()  # from row to column; null on the diagonal or where it failed
     rates: dict[str, Rates] = {}  # by a GPU's name
     disks: tuple[Disk, ...] = ()
     policy: Policy
@@ -163,7 +164,7 @@ def load_profile(path: Path, here: MachineKey | None) -> tuple[MachineProfile | 
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None, f"There is no machine profile at {path}. {again}"
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return None, f"The machine profile {path} cannot be read ({error}). {again}"
     found = raw.get("format") if isinstance(raw, dict) else None
     if found != FORMAT:
