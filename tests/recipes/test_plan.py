@@ -18,7 +18,9 @@ from paceline.observe.console import Console
 from paceline.recipes import plan as recipe
 from paceline.recipes.plan import plan_epoch
 from paceline.recipes.plan_memory import plan_memory
+from paceline.recipes.target_memory import plan_target
 from paceline.train.memory import step_memory
+from tests.support.families import FAMILIES, save
 
 ROWS = [([5] * length, 2) for length in (10, 20, 33, 60, 61, 62, 7, 40)]
 
@@ -279,3 +281,22 @@ def test_an_eager_step_is_said_to_need_more(
     assert "train.policy eager needs more" in capsys.readouterr().out
     plan_memory(load_settings(run_yaml, [here]), Console(json=False))
     assert "eager" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("Qwen3", [], "on a GPU at its peak, on the fast path:"),
+        ("Qwen3", ["target.fast=off"], "on a GPU, at least:"),
+        ("Qwen3-MoE", [], "on a GPU, at least:"),
+    ],
+)
+def test_a_replicas_peak_is_told_of_targets_on_the_fast_path_alone(
+    run_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, change: list[str], said: str
+) -> None:
+    folder = save(next(family for family in FAMILIES if family.name == name), tmp_path / "target")
+    assert plan_target(load_settings(run_yaml, change), folder, Console(json=False)) is not None
+    told = capsys.readouterr().out
+    assert said in told
+    assert ("which is not estimated" in told) == ("at least" in said)
+    assert ("qwen3_moe is not known to the fast path" in told) == (name == "Qwen3-MoE")

@@ -7,7 +7,8 @@ from typing import Any
 from paceline.config import RunSettings
 from paceline.observe.console import Console
 from paceline.records import UserError
-from paceline.target.load import TargetFacts, describe
+from paceline.target.layers import PLAIN_TYPES
+from paceline.target.load import TargetFacts, describe, load_config
 from paceline.target.memory import TargetMemory, TrunkShape, target_memory
 from paceline.target.weights import weight_entries
 
@@ -40,11 +41,15 @@ def plan_target(settings: RunSettings, folder: Path | None, console: Console) ->
         if folder is None:
             raise UserError("target.model is not on this machine.")
         memory = replica_memory(settings, describe(str(folder)))
+        kind = load_config(folder).model_type
     except UserError as error:
         console.line(f"  memory of a target replica not estimated: {error}")
         return None
-    console.line("  memory of a target replica on a GPU at its peak, on the fast path:")
+    on_fast = settings.target.fast == "auto" and kind in PLAIN_TYPES
+    console.line(f"  memory of a target replica on a GPU{' at its peak, on the fast path' if on_fast else ', at least'}:")
     console.table("", ("part", "GiB"), [(name, f"{size / 2**30:.2f}") for name, size in memory.as_dict().items()])
     if settings.target.fast == "off":
         console.line("  target.fast off needs more, which is not estimated")
+    elif not on_fast:
+        console.line(f"  {kind} is not known to the fast path: it needs more, which is not estimated")
     return {**memory.as_dict(), "replicas": dict(Counter(settings.pipeline.targets))}

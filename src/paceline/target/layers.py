@@ -18,6 +18,7 @@ from paceline.target.conventions import ATTENTION
 from paceline.target.products import Matrix, fits_fp8, in_fp8, product
 
 _LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
+PLAIN_TYPES = ("llama", "mistral", "qwen2", "qwen3")  # the model_type of decoders that are made of them
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _MLP = {"gate_proj", "up_proj", "down_proj"}
 _NORMS = {"input_layernorm", "post_attention_layernorm"}
