@@ -38,6 +38,11 @@ def test_a_row_has_what_is_documented(monkeypatch: pytest.MonkeyPatch):
     assert row["first_loss"] == pytest.approx(6.2, abs=0.2)  # ln 500: nothing is learnt yet
 
 
+def test_nothing_is_captured_without_a_gpu():
+    refused = run("--shape", "tiny", "--policy", "eager", "--policy", "captured")
+    assert "--policy captured needs a GPU (--device), got cpu." in str(refused.exception)
+
+
 def test_ours_is_held_against_the_fastest_peer(monkeypatch: pytest.MonkeyPatch):
     speeds = {"objective_chunk_blocks 128": 50.0, "objective_chunk_blocks 0": 60.0, "eager": 90.0}
 

@@ -38,10 +38,10 @@ def bench_step(
     """Measure each peer and then each policy, and return a row for each.
 
     Raises:
-        UserError: a peer is not here, or the work is not one that peers, or the number format, can do.
+        UserError: a peer is not here, or the work is not one that peers, the number format or the device can do.
         RunError: a policy failed; its cause is told. Of a peer that fails a row says why.
     """
-    _check(work, peers)
+    _check(work, policies, peers)
     rows: list[dict[str, Any]] = []
     for peer in peers:
         for variant in peer_variants(peer):
@@ -61,7 +61,7 @@ def bench_step(
     return rows
 
 
-def _check(work: Work, peers: Sequence[PeerName]) -> None:
+def _check(work: Work, policies: Sequence[Policy], peers: Sequence[PeerName]) -> None:
     if work.optimizer_state == "bf16" and work.dtype != "bfloat16":
         raise UserError("--optimizer-state bf16 keeps weights in bfloat16, got --dtype float32. Leave one of them out.")
     if peers and not work.shape.lengths:
@@ -69,6 +69,10 @@ def _check(work: Work, peers: Sequence[PeerName]) -> None:
         raise UserError(
             f"--peer takes a --shape whose samples have one length, which nobody has to pad ({fitting}), got "
             f"{work.shape.name}."
+        )
+    if "captured" in policies and not work.device.startswith("cuda"):
+        raise UserError(
+            f"--policy captured needs a GPU (--device), got {work.device}. Leave it out, or ask for compiled or eager."
         )
     for peer in peers:
         check_peer(peer)
