@@ -46,7 +46,9 @@ def plan_target(settings: RunSettings, folder: Path | None, console: Console) ->
         console.line(f"  memory of a target replica not estimated: {error}")
         return None
     on_fast = settings.target.fast == "auto" and kind in PLAIN_TYPES
-    console.line(f"  memory of a target replica on a GPU{' at its peak, on the fast path' if on_fast else ', at least'}:")
+    console.line(
+        f"  memory of a target replica on a GPU{' at its peak, on the fast path' if on_fast else ', at least'}:"
+    )
     console.table("", ("part", "GiB"), [(name, f"{size / 2**30:.2f}") for name, size in memory.as_dict().items()])
     if settings.target.fast == "off":
         console.line("  target.fast off needs more, which is not estimated")

@@ -22,6 +22,11 @@ _LOOK_S = 1.0  # between two looks for the notice file
 _LEAVE_S = 5.0  # longest wait at the end for a look that is under way
 
 
+class _Leave(KeyboardInterrupt):
+    """What a signal raises in the main thread. A library that tries something, such as an import, and does without
+    whatever fails would swallow an Exception."""
+
+
 @contextmanager
 def stoppable() -> Iterator[None]:
     """Let a signal end the block, which comes before and behind a run's steps, as it ends a run.
@@ -36,7 +41,7 @@ def stoppable() -> Iterator[None]:
         return
 
     def leave(number: int, _: FrameType | None) -> None:
-        raise Interrupted(
+        raise _Leave(
             f"{signal.Signals(number).name} came while no step was under way, so nothing is lost. Start the same "
             "command again, with --resume if the run had begun."
         )
@@ -52,6 +57,8 @@ def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]
     before = [signal.signal(number, handler) for number in numbers]
     try:
         yield
+    except _Leave as asked:
+        raise Interrupted(str(asked)) from None
     finally:
         for number, old in zip(numbers, before, strict=True):
             signal.signal(number, old)
@@ -120,7 +127,7 @@ class StopRequest:
             return
         self._asked.set()
         if not self._running:
-            raise Interrupted(self._stopped())
+            raise _Leave(self._stopped())
         # Not here: whatever this thread was doing may be in the middle of a line.
         why = signal.Signals(number).name
         threading.Thread(target=self._watch, args=(why,), name="stop", daemon=True).start()
