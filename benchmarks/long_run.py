@@ -9,9 +9,9 @@ and what torch's reserved memory grew by.
 """
 
 import json
-import shutil
 import statistics
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -98,9 +98,8 @@ def measure(steps: int, folder: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 500
-    place = Path(sys.argv[2] if len(sys.argv) > 2 else "/tmp/long-run")
-    shutil.rmtree(place, ignore_errors=True)
-    place.mkdir(parents=True)
+    place = Path(sys.argv[2]) if len(sys.argv) > 2 else Path(tempfile.mkdtemp()) / "long-run"
+    place.mkdir(parents=True)  # a new one, as nothing of somebody else's may be deleted
     warm_compiler(str(DEVICE))
     with ThreadPoolExecutor(1) as pool:
         print(json.dumps(pool.submit(measure, count, place).result()))
