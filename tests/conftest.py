@@ -30,6 +30,7 @@ settings.load_profile("paceline")
 
 # Who is started in the background ignores Ctrl-C, and so would every process that a test starts and then interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup lets them ignore
 
 VOCAB = 128
 MASK = 3
