@@ -243,12 +243,14 @@ def test_a_row_of_the_table_is_what_the_checks_find(one: Quantized, tmp_path: Pa
     assert row_of(one, tmp_path) in DOCUMENT.read_text().splitlines(), HINT
 
 
+# For AWQ and GPTQ transformers takes gptqmodel, which needs a CUDA compiler; their formulas have tests of their own.
+STOCK = [one for one in QUANTIZED if one.method not in ("awq", "gptq")]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("one", QUANTIZED, ids=lambda one: one.name)
+@pytest.mark.parametrize("one", STOCK, ids=lambda one: one.name)
 def test_the_stock_model_is_what_transformers_makes_of_the_checkpoint(one: Quantized, tmp_path: Path) -> None:
     """Where it can on a CPU: with its own reading, or with the method's own layers, whose sums are less exact."""
-    if one.method in ("awq", "gptq"):
-        pytest.skip("transformers takes gptqmodel for it, which does not build here")
     folder, stock = save_quantized(one, tmp_path)
     where: dict[str, Any] = {}
     if one.method == "gguf":
