@@ -3,7 +3,7 @@
 import errno
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ def make(tmp_path: Path) -> Callable[..., tuple[Saver, Told]]:
         stopping: Callable[[], bool] = lambda: False,
         best: Best | None = None,
         total_steps: int | None = None,
+        line: Sequence[int] = (),
         **settings: Any,
     ) -> tuple[Saver, Told]:
         told = Told()
@@ -54,6 +55,7 @@ def make(tmp_path: Path) -> Callable[..., tuple[Saver, Told]]:
             stopping=stopping,
             best=best,
             total_steps=total_steps,
+            line=line,
         )
         saver.prepare(TENSORS)
         return saver, told
@@ -412,4 +414,45 @@ def test_a_candidate_that_cannot_be_saved_is_none(make: Any, monkeypatch: pytest
     saved(saver, 3, candidate=True)
     assert told.kinds == ["checkpoint_failed"]
     assert not saver.has(3)
-    assert saver.candidates() == []
+
+
+def test_a_run_that_went_back_is_saved_before_what_it_passed_over_goes(
+    make: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    saver, told = make(every_steps=4, keep=2)
+    for steps in (4, 8):
+        saved(saver, steps)
+    saver.go_back(4)
+    assert store.saved_steps(tmp_path) == [4, 8]
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "step-00000008"
+    rename = Path.rename
+
+    def broken(path: Path, to: Path) -> Path:
+        if to.name.endswith(".gone"):
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(path, to)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", broken)
+        saved(saver, 9)  # although nothing is due
+    assert store.saved_steps(tmp_path) == [4, 8, 9]
+    saved(saver, 10)
+    assert [values["steps"] for _, values in told] == [4, 8, 9]
+    saved(saver, 12)
+    assert store.saved_steps(tmp_path) == [9, 12], "what could not be removed in time is none of the newest"
+    newest = store.newest(tmp_path, previous=False, tell=print)
+    assert newest is not None
+    assert newest.state["line"] == [4, 9]
+
+
+def test_what_was_passed_over_as_damaged_counts_as_none_of_the_newest(make: Any, tmp_path: Path) -> None:
+    """The next save need not be after as many steps as the damaged one."""
+    saver, _ = make(every_steps=2, keep=2)
+    for steps in (2, 4):
+        saved(saver, steps)
+    (tmp_path / "checkpoints" / "step-00000004" / "state.json").write_text("")
+    start = store.newest(tmp_path, previous=True, tell=lambda text: None)
+    assert start is not None
+    saver, _ = make(every_steps=5, keep=2, line=start.line())
+    saved(saver, 5)
+    assert store.saved_steps(tmp_path) == [2, 5]

@@ -4,7 +4,7 @@ import json
 import pickletools
 import pkgutil
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,11 @@ def tensors(seed: int) -> dict[str, dict[str, torch.Tensor]]:
     return {"drafter": weight, "optimizer": {"step.norm.weight": torch.tensor(3.0 + seed)}}
 
 
-def save(run: Path, steps: int, *, best: bool = False) -> None:
+def save(run: Path, steps: int, *, best: bool = False, state: dict[str, Any] | None = None) -> None:
     copies = {name: HostCopy(group) for name, group in tensors(steps).items()}
     for name, copy in copies.items():
         copy.take(tensors(steps)[name])
-    store.write(run, steps, copies, {"settings": {"a": 1}}, best=best)
+    store.write(run, steps, copies, state or {"settings": {"a": 1}}, best=best)
 
 
 @pytest.fixture
@@ -157,9 +157,19 @@ def test_another_format_is_said(run: Path) -> None:
         newest(run)
 
 
-@pytest.mark.parametrize(("steps", "keep", "stay"), [(6, 2, [4, 6]), (6, 1, [6]), (6, 9, [2, 4, 6]), (4, 1, [4])])
-def test_the_newest_stay_and_none_behind_what_was_gone_on_from(run: Path, steps: int, keep: int, stay: list) -> None:
-    store.prune(run, steps, keep)
+@pytest.mark.parametrize(
+    ("line", "keep", "stay"),
+    [
+        ([2, 4, 6], 2, [4, 6]),
+        ([2, 4, 6], 1, [6]),
+        ([2, 4, 6], 9, [2, 4, 6]),
+        ([2, 4], 1, [4]),  # 6 was passed over, and the run has not come so far yet
+        ([2, 6], 2, [2, 6]),  # 4 was
+        ([1, 2, 3, 6], 2, [2, 6]),  # 1 and 3 are gone
+    ],
+)
+def test_the_newest_stay_and_none_that_was_passed_over(run: Path, line: list, keep: int, stay: list) -> None:
+    assert store.prune(run, line, keep) == stay
     assert store.saved_steps(run) == stay
     assert not list((run / "checkpoints").glob(".*"))
 
@@ -168,10 +178,10 @@ def test_the_best_stays_too(run: Path) -> None:
     save(run, 8, best=True)
     for steps in (10, 12, 14):
         save(run, steps)
-        store.prune(run, steps, 2)
+        store.prune(run, [8, steps - 2, steps], 2)
         assert store.saved_steps(run) == sorted({8, steps - 2, steps})
     save(run, 16, best=True)
-    store.prune(run, 16, 1)
+    store.prune(run, [14, 16], 1)
     assert store.saved_steps(run) == [16], "the best before it goes"
 
 
@@ -179,7 +189,7 @@ def test_the_best_stays_too(run: Path) -> None:
 def test_a_pointer_to_no_best_lets_none_stay(run: Path, text: str | None) -> None:
     if text is not None:
         (run / "checkpoints" / "best").write_text(text)
-    store.prune(run, 6, 1)
+    store.prune(run, [2, 4, 6], 1)
     assert store.saved_steps(run) == [6]
 
 
@@ -213,7 +223,7 @@ def test_any_operation_on_the_disk_may_be_the_last_one(
             save(run, 2, best=True)
             save(run, 4)
             save(run, 6)
-            store.prune(run, 6, 1)
+            store.prune(run, [2, 4, 6], 1)
         with monkeypatch.context() as patch:
             for module, name in OPERATIONS:
                 whole = getattr(pkgutil.resolve_name(module), name)
@@ -227,7 +237,7 @@ def test_any_operation_on_the_disk_may_be_the_last_one(
                 patch.setattr(f"{module}.{name}", last)
             try:
                 save(run, 8, best=True)
-                store.prune(run, 8, 1)
+                store.prune(run, [2, 6, 8], 1)
                 ended = True
             except Killed:
                 ended = False
@@ -306,30 +316,34 @@ def test_only_the_files_that_are_needed_are_compared(run: Path, how: str) -> Non
     ],
 )
 def test_the_last_good_one_stays(run: Path, keep: int, good: int, stay: list[int]) -> None:
-    store.prune(run, 6, keep, good=good)
+    assert store.prune(run, [2, 4, 6], keep, good=good) == stay
     assert store.saved_steps(run) == stay
 
 
-def test_the_newest_whole_one_from_before_is_found_and_made_the_newest(run: Path) -> None:
+def test_the_newest_whole_one_from_before_is_found(run: Path) -> None:
     told: list[str] = []
 
-    def before(steps: int) -> int | None:
-        saved = store.newest_before(run, steps, tell=told.append)
+    def before(steps: int, line: Sequence[int] = (2, 4, 6)) -> int | None:
+        saved = store.newest_before(run, line, steps, tell=told.append)
         return saved and saved.steps
 
     assert [before(steps) for steps in (1, 2, 3, 4, 5, 6, 99)] == [None, 2, 2, 4, 4, 6, 6]
+    assert before(5, [2, 6]) == 2, "the one after step 4 was passed over"
     assert told == []
     flip(run / "checkpoints" / "step-00000004" / "optimizer.safetensors", 99)
     assert before(5) == 2
     assert len(told) == 1
     assert "step-00000004 is damaged: the sha256 of optimizer.safetensors" in told[0]
-    saved = store.newest_before(run, 5, tell=told.append)
+
+
+@pytest.mark.parametrize("text", ["step-00000006", "step-00000004", "", None])
+def test_who_goes_on_makes_what_it_goes_on_from_the_newest(run: Path, text: str | None) -> None:
+    pointer = run / "checkpoints" / "latest"
+    pointer.unlink() if text is None else pointer.write_text(text)
+    store.point_latest(run, 4)
+    saved, told = newest(run)
     assert saved is not None
-    store.go_back(run, saved, 2)
-    assert store.saved_steps(run) == [2]
-    newest_now, _ = newest(run)
-    assert newest_now is not None
-    assert newest_now.steps == 2
+    assert (saved.steps, told, store.saved_steps(run)) == (4, [], [2, 4, 6])
 
 
 def test_a_run_that_was_killed_between_its_first_save_and_the_pointer_goes_on_from_it(tmp_path: Path) -> None:
@@ -406,5 +420,29 @@ def test_a_failing_write_leaves_what_was_there(run: Path, monkeypatch: pytest.Mo
 
 
 def test_those_that_are_needed_besides_stay(run: Path) -> None:
-    store.prune(run, 6, 1, also=[2, 99])
+    assert store.prune(run, [2, 4, 6], 1, also=[2, 99]) == [6]
     assert store.saved_steps(run) == [2, 6]
+
+
+def test_what_the_newest_name_stays(run: Path) -> None:
+    """Whichever of them a run goes on from; a state that cannot be read names nothing."""
+    for steps, named in ((8, 2), (10, 4), (12, 12)):
+        save(run, steps, state={"best": {"steps": named}, "evaluation": {"pending": {"steps": named}}})
+    line = [2, 4, 6, 8, 10, 12]
+    store.prune(run, line, 3)
+    assert store.saved_steps(run) == [2, 4, 8, 10, 12]
+    store.prune(run, line, 2)
+    assert store.saved_steps(run) == [4, 10, 12]
+    flip(run / "checkpoints" / "step-00000010" / "state.json", 5)
+    store.prune(run, line, 2)
+    assert store.saved_steps(run) == [10, 12]
+
+
+def test_of_a_state_that_does_not_say_all_before_it_are_its_line(run: Path) -> None:
+    saved, _ = newest(run)
+    assert saved is not None
+    assert saved.line() == [2, 4, 6]
+    save(run, 8, state={"line": [2, 6]})
+    saved, _ = newest(run)
+    assert saved is not None
+    assert saved.line() == [2, 6, 8]

@@ -112,7 +112,42 @@ def test_too_many_lead_back_once_and_the_run_completes(lab: Any, survival: Any, 
             killed_at(lab, run, draw.randrange(5, 14), fault)
             lab.assert_equal(run, whole)
             assert quarantined(run) == quarantined(whole)
-            assert (run / "checkpoints" / "latest").read_text() in ("step-00000005", "step-00000010")
+            assert (run / "checkpoints" / "latest").read_text() == "step-00000011", "it is saved once it went back"
+
+
+BEHIND = "SIGKILL while a run goes back behind its best checkpoint"
+MOMENTS = {
+    "before it says so": ("paceline.checkpoint.saver.Saver", "go_back", 0),
+    "while what it goes on with is saved": ("paceline.checkpoint.store", "write_whole", 11),
+    "before that is the newest": ("paceline.checkpoint.store", "write_whole", 13),
+    "before what it passed over is removed": ("paceline.checkpoint.store", "prune", 3),
+}
+
+
+def test_killed_while_it_goes_back_behind_its_best(
+    lab: Any, survival: Any, write_dataset: Any, random_rows: list
+) -> None:
+    """The states after 4 and 8 steps were the best when they were saved; from 11 the run goes back to 6."""
+    poison: dict[str, Any] = {"steps": {6: "nan", 9: "norm", 10: "nan"}}
+    changes: Any = {"guard": GUARD, "checkpoint": {"every_steps": 6, "keep": 1}}
+    changes["evaluate"] = {"held_out": str(write_dataset(random_rows[:-1], "learnt-too")), "every_steps": 4}
+    changes["train"] = {"lr": 3e-3}
+    whole = lab.settings("whole", changes)
+    child = lab.train(whole, fault=("poison_and_kill", poison))
+    assert child.status() == 0, child.text()
+    saves = [(event["steps"], event["best"]) for event in lab.events(whole) if event["event"] == "checkpoint"]
+    assert saves[:4] == [(4, True), (6, False), (8, True), (11, False)]
+    for number, (name, at) in enumerate(MOMENTS.items()):
+        run = lab.settings(f"killed-{number}", changes)
+        with survival.trial(BEHIND, name):
+            child = lab.train(run, fault=("poison_and_kill", {**poison, "at": at}))
+            assert child.status() == -signal.SIGKILL, child.text()
+            child = lab.train(run, fault=("poison_and_kill", poison))
+            assert child.status() == 0, child.text()
+            assert "is gone" not in child.text()
+            (resumed,) = (event for event in lab.events(run) if event["event"] == "resumed")
+            assert resumed["best"]["steps"] == 8
+            lab.assert_equal(run, whole)
 
 
 @pytest.mark.parametrize("seed", range(2))

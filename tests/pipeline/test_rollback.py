@@ -21,7 +21,7 @@ class SlowDisk(Saver):
     """A saver whose save is not on the disk until `opened`."""
 
     def __init__(self) -> None:
-        self.asked, self.opened = threading.Event(), threading.Event()
+        self.asked, self.opened, self._line = threading.Event(), threading.Event(), []
 
     def settle(self) -> None:
         self.asked.set()

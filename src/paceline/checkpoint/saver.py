@@ -4,7 +4,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -39,10 +39,12 @@ class Saver:
         stopping: Callable[[], bool],
         best: Best | None = None,
         total_steps: int | None = None,
+        line: Sequence[int] = (),
         patient: Callable[[str], AbstractContextManager[None]] = lambda what: nullcontext(),
         patience_s: float = 600.0,
     ) -> None:
-        """`describe` returns what state.json holds. After `total_steps` only a best state is saved.
+        """`describe` returns what state.json holds. After `total_steps` only a best state is saved. `line` has the
+        steps of the checkpoints that the run came through, in ascending order.
 
         `patient` is held where the training thread waits for the disk; `patience_s` is how long a save that is under
         way may take once the run has ended.
@@ -50,6 +52,7 @@ class Saver:
         self._run, self._settings = run, settings
         self._describe, self._tell, self._stopping = describe, tell, stopping
         self._best, self._total_steps = best or Best(), total_steps
+        self._line, self._went_back = [*line], False  # and whether nothing was saved since it was shortened
         self._patient, self._patience_s = patient, patience_s
         self._written_steps: int | None = None  # of the newest that this process has written
         self._copies: dict[str, HostCopy] = {}
@@ -77,7 +80,7 @@ class Saver:
         good: int | None = None,
         candidate: bool = False,
     ) -> None:
-        """Save if it is time, or, if the run stops here or this state is the best or may be, in any case.
+        """Save if it is time, or, if the run stops here or went back or this state is the best or may be, in any case.
 
         `steps` are done. A `candidate` for the best is not removed until `choose` or `let_go`.
 
@@ -94,7 +97,7 @@ class Saver:
         self._hold()
         if candidate:
             self._candidates[steps] = threading.Event()
-        if last or best or candidate:
+        if last or best or candidate or self._went_back:
             self.settle()
             if not self._busy():  # it is if we were released: what is being written must not change
                 self._start(steps, tensors, more or {}, good, best=best)
@@ -113,9 +116,18 @@ class Saver:
             while self._busy() and not self._ended.wait(0.02):
                 pass
 
-    def candidates(self) -> list[int]:
-        """Return the candidates that are kept, by their steps."""
-        return [*self._candidates]
+    @property
+    def line(self) -> list[int]:
+        """The steps of the checkpoints that the run came through and that are kept, in ascending order."""
+        return [*self._line]
+
+    def go_back(self, steps: int) -> None:
+        """Say that the run went back to a checkpoint of its line, while no save is under way.
+
+        Those behind it are none of the line any more. They go once the state with which the run goes on is saved, which
+        is the next time in any case: whoever is killed before that goes on from one of them and is led back again.
+        """
+        self._line, self._went_back = [n for n in self._line if n <= steps], True
 
     def adopt(self, steps: int) -> None:
         """Keep a candidate that an earlier part of the run has saved."""
@@ -217,10 +229,11 @@ class Saver:
         *,
         best: bool = False,
     ) -> None:
-        self._last, self._steps = time.monotonic(), steps
+        self._last, self._steps, self._went_back = time.monotonic(), steps, False
         for file, copy in self._copies.items():
             copy.take(tensors[file])
-        state = {**self._describe(), **more}
+        line = [n for n in self._line if n != steps]  # one that is there is written once more
+        state = {**self._describe(), **more, "line": line}
         self._thread = threading.Thread(
             target=self._save, args=(steps, state, good, best), name="checkpoint", daemon=True
         )
@@ -241,9 +254,10 @@ class Saver:
             times = {"copy_s": round(copy_s, 3), "write_s": round(write_s, 3)}
             self._written_steps = steps
             self._tell("checkpoint", steps=steps, best=best, bytes=nbytes, **times)
+            self._line = [*state["line"], steps]
             with suppress(OSError):  # what cannot be removed is one too many, and no loss
-                also = {*self._candidates, *named_by(state)}  # who goes on from it needs what it names
-                store.prune(self._run, steps, self._settings.keep, good=good, also=also)
+                keep, also = self._settings.keep, {*self._candidates}
+                self._line = store.prune(self._run, self._line, keep, good=good, also=also)
         except Exception as error:  # the run goes on: its last checkpoint is as it was
             if self._best.by == "loss":
                 self._best.failed(steps)
@@ -276,9 +290,3 @@ class Saver:
         free = free_bytes(self._run)
         if free < needed:
             raise OSError(errno.ENOSPC, f"it needs {needed:,} bytes and {free:,} are free", os.fspath(self._run))
-
-
-def named_by(state: Mapping[str, Any]) -> set[int]:
-    """Return the steps of the checkpoints that a state names: the best, and one whose worth is not known."""
-    pending = (state.get("evaluation") or {}).get("pending")
-    return {place["steps"] for place in (state.get("best"), pending) if place}

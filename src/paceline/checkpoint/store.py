@@ -7,11 +7,16 @@
         drafter.safetensors             weights, float32
         optimizer.safetensors           moments and counts, float32
         state.json                      settings, position, sums, the best so far, the guard's history, versions, what
-                                        was read
+                                        was read, and `line`, the older checkpoints that it came through
         manifest.json                   size and sha256 of the files above
 
 The position is the number of steps, and of those that were applied: order and anchors are functions of the settings'
 seed, and no generator has a state that outlives a step. Nothing is pickled.
+
+What stays are the newest `checkpoint.keep` of the line, what these name, so that whichever of them a run goes on from
+finds its best, and the best of the run. A checkpoint that was passed over, because it was damaged or because the run
+went back behind it, is none of the line any more: it is not counted and goes. But what was measured of it holds, so it
+may be the best, and as that it stays. When a run goes back, nothing goes until the state it goes on with is saved.
 """
 
 import hashlib
@@ -50,6 +55,12 @@ class Saved:
     folder: Path
     steps: int  # that are done
     state: dict[str, Any]
+
+    def line(self) -> list[int]:
+        """Return the steps of the checkpoints that its run came through, in ascending order, this one at the end."""
+        if (before := self.state.get("line")) is None:  # of a version that did not note it
+            before = [n for n in saved_steps(self.folder.parents[1]) if n < self.steps]
+        return [*before, self.steps]
 
     def tensors(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield file, name and tensor, one at a time: a rank needs no second copy of all in host memory."""
@@ -109,26 +120,39 @@ def _entry(nbytes: int, sha256: str) -> dict[str, Any]:
     return {"bytes": nbytes, "sha256": sha256}
 
 
-def prune(run: Path, steps: int, keep: int, *, good: int | None = None, also: Collection[int] = ()) -> None:
-    """Keep the newest `keep` checkpoints up to the one after `steps` steps, none behind it, and the best.
+def prune(
+    run: Path, line: Sequence[int], keep: int, *, good: int | None = None, also: Collection[int] = ()
+) -> list[int]:
+    """Keep the newest `keep` checkpoints of a line, those that they name, the best and `also`; return the first.
 
-    Those behind it were passed over, as damaged or by a pointer that a crash left behind. With `good`, the newest of
-    those after at most so many steps stays in any case, in the place of the oldest of the others. `also` stay too.
+    With `good`, the newest of the line after at most so many steps is one of them in any case, in the place of the
+    oldest of the others, or where one is kept, on top of it. What stays for another reason is none of the line any
+    more: what a run goes back to does not depend on how long that is.
     """
     found = saved_steps(run)
-    held = [n for n in found if n <= steps]
-    stay = held[-keep:]
+    held = [n for n in line if n in found]
+    newest = held[-keep:]
     last_good = [n for n in held if good is not None and n <= good][-1:]
-    if last_good and last_good[0] not in stay:
-        stay = last_good + held[-max(1, keep - 1) :]
-    stay += also
+    if last_good and last_good[0] not in newest:
+        newest = last_good + held[-max(1, keep - 1) :]
+    stay = {*newest, *also}
+    for steps in newest[-keep:]:  # one on top is gone back to, with the best of the run, and not gone on from
+        with suppress(Damaged):
+            stay |= _named_by(_open(run, steps, ()).state)
     with suppress(Damaged):
-        stay.append(_pointed(run, "best"))
-    for old in set(found) - set(stay):
+        stay.add(_pointed(run, "best"))
+    for old in set(found) - stay:
         place = _place(run, old)
         gone = place.with_name(f".{place.name}.gone")  # so that a kill leaves no folder that looks damaged
         place.rename(gone)
         shutil.rmtree(gone)
+    return newest
+
+
+def _named_by(state: Mapping[str, Any]) -> set[int]:
+    """Return the steps of the checkpoints that a state names: the best, and one whose worth is not known."""
+    pending = (state.get("evaluation") or {}).get("pending")
+    return {place["steps"] for place in (state.get("best"), pending) if place}
 
 
 def sweep(run: Path) -> None:
@@ -156,6 +180,14 @@ def point_best(run: Path, steps: int | None) -> bool:
         return False
     write_whole(pointer, _place(run, steps).name)
     return True
+
+
+def point_latest(run: Path, steps: int) -> None:
+    """Let `latest` name the checkpoint that a run goes on from, where it names another or is not there."""
+    with suppress(Damaged):
+        if _pointed(run, "latest") == steps:
+            return
+    write_whole(folder_of(run) / "latest", _place(run, steps).name)
 
 
 def newest(run: Path, *, previous: bool, tell: Callable[[str], None]) -> Saved | None:
@@ -212,20 +244,14 @@ def named(run: Path, name: str, files: Sequence[str]) -> Saved:
         raise UserError(f"{error} {which} Name another.") from None
 
 
-def newest_before(run: Path, steps: int, *, tell: Callable[[str], None]) -> Saved | None:
-    """Return the newest whole checkpoint after at most `steps` steps; `tell` gets a sentence on each damaged one."""
-    for older in reversed([n for n in saved_steps(run) if n <= steps]):
+def newest_before(run: Path, line: Sequence[int], steps: int, *, tell: Callable[[str], None]) -> Saved | None:
+    """Return a line's newest whole checkpoint after at most `steps` steps; `tell` hears of each damaged one."""
+    for older in reversed([n for n in line if n <= steps]):
         try:
             return _open(run, older)
         except Damaged as error:
             tell(f"  {error}")
     return None
-
-
-def go_back(run: Path, saved: Saved, keep: int, *, also: Collection[int] = ()) -> None:
-    """Make a checkpoint the newest: point `latest` at it and remove those behind it, but for those of `also`."""
-    write_whole(folder_of(run) / "latest", saved.folder.name)
-    prune(run, saved.steps, keep, also=also)
 
 
 def _pointed(run: Path, pointer: str) -> int:

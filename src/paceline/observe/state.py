@@ -217,9 +217,6 @@ class RunState:
     def _checkpoint(self, event: Mapping[str, Any]) -> None:
         self.saved_steps = event.get("steps")
 
-    def _rolled_back(self, event: Mapping[str, Any]) -> None:
-        self.saved_steps = event.get("to")
-
     def _replica_hung(self, event: Mapping[str, Any]) -> None:
         if (role := self.roles.get(str(event.get("role")))) is not None:
             role |= {"state": "hung", "since_t": self.last_t, **_ROLE}
@@ -254,7 +251,6 @@ _HANDLERS: dict[str, Callable[[RunState, Mapping[str, Any]], None]] = {
     "held_out": RunState._held_out,
     "evaluated": RunState._evaluated,
     "checkpoint": RunState._checkpoint,
-    "rolled_back": RunState._rolled_back,
     "replica_hung": RunState._replica_hung,
     "trained": RunState._trained,
     "failed": RunState._failed,

@@ -54,10 +54,7 @@ class Rollback:
         guard.roll_back(saved.state["guard"]["applied"])
         self._meeting.gather()  # before rank 0 saves again, which may remove what another still reads
         if rank == 0:
-            try:
-                store.go_back(self._run, saved, self._settings.checkpoint.keep, also=self._saver.candidates())
-            except OSError as error:  # a full disk: whoever resumes from a later one is led back here again
-                self._warn(f"  later checkpoints stay, they cannot be removed: {error.strerror}")
+            self._saver.go_back(saved.steps)
             self._tell(steps, saved)
 
     def _checkpoint(self, guard: Guard) -> Saved:
@@ -67,7 +64,8 @@ class Rollback:
         try:
             if self._found is None:
                 self._saver.settle()
-                self._found = store.newest_before(self._run, guard.rejected[0].step, tell=self._warn)
+                line, first = self._saver.line, guard.rejected[0].step
+                self._found = store.newest_before(self._run, line, first, tell=self._warn)
         finally:
             self._lock.release()
         if self._found is None:

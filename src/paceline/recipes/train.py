@@ -124,6 +124,7 @@ def _run(
             stopping=stop,
             best=best,
             total_steps=total_steps,
+            line=start.line() if start else (),
             patient=pulse.patient,
             patience_s=settings.pipeline.work_timeout_s,
         )

@@ -46,10 +46,12 @@ def find_start(run: Path, facts: dict[str, Any], *, previous: bool, console: Con
 
 
 def best_so_far(run: Path, start: Saved | None, by: By | None, console: Console) -> Best:
-    """Return the best state as of the checkpoint to go on from, and let the pointer `best` agree with it.
+    """Return the best state as of the checkpoint to go on from, and let the pointers agree with it.
 
     What nothing measures any more (`by` is None) stays the best by what it was.
     """
+    if start is not None:
+        store.point_latest(run, start.steps)
     before = (start.state.get("best") if start else None) or {}
     by = by or ("tau" if "tau" in before else "loss")
     best, what = Best(**before, by=by), {"loss": "held-out loss", "tau": "true acceptance"}

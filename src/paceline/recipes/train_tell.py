@@ -147,7 +147,6 @@ class Teller:
 
     def on_rolled_back(self, steps: int, to: Saved) -> None:
         """Too many steps were rejected, and the run went back to a checkpoint."""
-        self._saved = to.steps
         self._events.write("rolled_back", steps=steps, to=to.steps, checkpoint=str(to.folder))
 
     def on_replica(self, event: str, **values: Any) -> None:
