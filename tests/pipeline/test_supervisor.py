@@ -1,5 +1,6 @@
 """The handshake, and that the first failure ends a run within seconds, named."""
 
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -80,6 +81,16 @@ def test_roles_report_their_stages_and_run_only_when_all_are_ready() -> None:
     states = supervise(slow, quick)
     assert [s for name, s in states if name == "slow"] == ["loading", "compiling", "ready", "running", "done"]
     assert order == ["slow warms", "quick runs"]
+
+
+def test_roles_hardly_wait_for_the_interpreter_while_a_run_lasts() -> None:
+    before, found = sys.getswitchinterval(), []
+    supervise(FakeRole("one", run=lambda: found.append(sys.getswitchinterval())))
+    assert found == [pytest.approx(0.0005)]
+    assert sys.getswitchinterval() == before
+    with pytest.raises(RunError):
+        supervise(FakeRole("one", run=fail(ValueError("no"))))
+    assert sys.getswitchinterval() == before
 
 
 @pytest.mark.parametrize("stage", ["load", "warm", "run"])

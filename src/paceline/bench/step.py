@@ -27,6 +27,7 @@ from paceline.bench.work import CLIP, RATE, Work, asked
 from paceline.observe.console import Console
 from paceline.records import FeatureBatch, RunError, UserError
 from paceline.runtime.compiling import Policy, forbid_recompiles, warm_compiler
+from paceline.runtime.interpreter import quick_handovers
 from paceline.train.step import DrafterStep
 
 OURS = "paceline"
@@ -115,7 +116,7 @@ def _measure(work: Work, policy: Policy, since: float) -> dict[str, Any]:
     first_step_s = time.time() - since - drawn_s  # a run's features come from its targets
     reserved = torch.cuda.memory_reserved(device) if cuda else 0
     first_loss = (step.micro_sums[0] / step.micro_sums[1]).item()
-    with forbid_recompiles(), _beside(work):
+    with forbid_recompiles(), quick_handovers(), _beside(work):
         times, count = round_times(lambda index: _one(step, batches[index]), len(batches), work.steps, device)
     memory = _memory(device, reserved) if cuda else dict.fromkeys(("peak_gib", "reserved_gib", "reserved_growth_gib"))
     return {

@@ -22,6 +22,7 @@ import torch
 from paceline.pipeline.watch import LOOK_S, Watch
 from paceline.records import Hung, PacelineError, RunError
 from paceline.runtime.gate import Gate
+from paceline.runtime.interpreter import quick_handovers
 from paceline.runtime.pulse import Pulse, adopt
 
 GRACE_S = 5.0  # how long other roles may take to leave after a failure
@@ -140,6 +141,10 @@ class Supervisor:
             RunError: a role disagreed or was not ready in time, or one failed and no other took its place.
             Hung: a role hangs, or all wait for one another.
         """
+        with quick_handovers():
+            self._run(ready_timeout_s)
+
+    def _run(self, ready_timeout_s: float) -> None:
         try:
             for worker in self._workers.values():
                 worker.thread.start()
