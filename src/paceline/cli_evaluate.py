@@ -1,7 +1,7 @@
 """The verb `evaluate` on the command line."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,6 +11,7 @@ from paceline.cli_options import (
     Device,
     Number,
     TemplateArg,
+    Thinking,
     choose_device,
     finish,
     read_template_arg,
@@ -34,10 +35,7 @@ def evaluate(
         int | None, typer.Option(min=1, help="Prompts to take, in an order drawn by --seed. Default: all.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of what is drawn.")] = 0,
-    thinking: Annotated[
-        Literal["on", "off", "default"],
-        typer.Option(help="Whether the target thinks; default: as its template has it."),
-    ] = "default",
+    thinking: Thinking = "default",
     template_arg: TemplateArg = None,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Longest answer, in tokens.")] = 256,
     temperature: Annotated[float | None, typer.Option(min=0.0, help="Of what is drawn. Default: 0, greedy.")] = None,

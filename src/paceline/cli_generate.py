@@ -12,6 +12,7 @@ from paceline.cli_options import (
     Revision,
     Target,
     TemplateArg,
+    Thinking,
     choose_device,
     finish,
     read_template_arg,
@@ -27,10 +28,7 @@ def generate(
     out: Annotated[Path, typer.Option(help="Folder of completions to write, or to go on with.")],
     target: Target,
     revision: Revision = None,
-    thinking: Annotated[
-        Literal["on", "off", "default"],
-        typer.Option(help="Whether the target thinks; default: as its template has it."),
-    ] = "default",
+    thinking: Thinking = "default",
     template_arg: TemplateArg = None,
     turns: Annotated[
         Literal["all", "last"],

@@ -27,6 +27,9 @@ Number = Literal["float32", "bfloat16"]
 MaskToken = Annotated[
     int | None, typer.Option(min=0, help="Token id of the mask: an embedding row that data never uses.")
 ]
+Thinking = Annotated[
+    Literal["on", "off", "default"], typer.Option(help="Whether the target thinks; default: as its template has it.")
+]
 TemplateArg = Annotated[
     list[str] | None, typer.Option(metavar="KEY=VALUE", help="Argument of the chat template, enable_thinking=false.")
 ]
