@@ -17,7 +17,6 @@ import torch
 from paceline.checkpoint.saver import Saver
 from paceline.checkpoint.store import Saved, resume_command
 from paceline.config import PipelineSettings, RunSettings
-from paceline.data.prefetch import Prefetch
 from paceline.drafter.ends import FrozenEnds
 from paceline.drafter.model import Drafter
 from paceline.observe.gpus import GpuReader
@@ -25,6 +24,7 @@ from paceline.pipeline.channel import Closed, OrderedChannel, check_finite
 from paceline.pipeline.dealer import Dealer
 from paceline.pipeline.dispenser import Dispenser, Outlet
 from paceline.pipeline.evaluator import Evaluator, EvaluatorCare, InTraining
+from paceline.pipeline.flow import between_steps, make_flow
 from paceline.pipeline.listeners import Listeners
 from paceline.pipeline.replicas import Replicas
 from paceline.pipeline.rollback import Rollback
@@ -74,10 +74,8 @@ def train_in_threads(
         Hung: the same, of a role that hangs, and whose thread stays.
     """
     pipeline = settings.pipeline
-    ahead = Prefetch(batches, settings.data.prefetch)
     gate = Gate()
-    source = Dispenser(ahead, on_end=lambda count: channel.finish(count))
-    channel = OrderedChannel(int(pipeline.credit_gib * 2**30), source.missing_before)
+    ahead, source, channel = flow = make_flow(settings, batches)
     cache = make_cache(pipeline, Path(settings.run_dir))
     misfits: list[str] = []  # micro-batches that did not fit what was compiled of a target: the guards that failed
 
@@ -92,19 +90,6 @@ def train_in_threads(
     guards = [Guard(settings.guard, settings.train.clip, history) for _ in pipeline.drafters]
     roll_back = Rollback(settings, saver=saver, meeting=meeting, gate=gate, tell=told.on_rolled_back, warn=told.warn)
     evaluator = Evaluator(settings, facts, plan, gate=gate, stopping=stopping) if plan else None
-
-    def between_steps(step: DrafterStep, steps: int, last: bool) -> None:
-        guard, claimed = guards[0], evaluator is not None and evaluator.claim(steps)
-        more = {"guard": guard.state()}
-        saver.between_steps(steps, step.state(), last=last, more=more, good=guard.first_rejected, candidate=claimed)
-        if evaluator is not None and claimed and not last:
-            evaluator.give(list(step.drafter.parameters()))
-        if last:  # the other ranks have met and ask for nothing more; replicas may wait for room or for data
-            source.stop()
-            channel.stop()
-            ahead.close()
-            if evaluator is not None:
-                evaluator.stop()
 
     ranks = _ranks(
         settings,
@@ -121,14 +106,13 @@ def train_in_threads(
         start=start,
         saver=saver,
         stopping=stopping,
-        between_steps=between_steps,
+        between_steps=between_steps(flow, guards[0], saver, evaluator),
         told=told,
         plan=plan,
     )
 
     def release() -> None:
-        source.stop()
-        channel.stop()
+        flow.stop()
         if evaluator is not None:
             evaluator.stop()
         saver.release()
