@@ -175,6 +175,8 @@ class Supervisor:
                 raise _failure(report, before)
             if report.state == "ready":
                 ready.append(report)
+        roles = [*self._workers]
+        ready.sort(key=lambda report: roles.index(report.role))  # so that the same is said whoever was ready first
         for first, other in combinations(ready, 2):
             _compare(first, other)
         self._agreed = max(ready, key=lambda report: len(report.facts or {}))
