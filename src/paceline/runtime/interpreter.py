@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# A thousandth of what Python takes would be no faster: handing over then costs more than it saves.
+# A tenth of Python's own. What that does for a step beside a busy thread is in benchmarks/log.md.
 _HANDOVER_S = 0.0005
 
 
