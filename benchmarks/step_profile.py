@@ -1,0 +1,107 @@
+"""Where a step's time goes on a GPU. Usage: python benchmarks/step_profile.py [SHAPE] [SETTING=VALUE ...]
+
+A captured step in a worker thread, as `paceline bench step` measures it, under torch's profiler: the kernels of some
+steps, summed by what they are for, against the wall time of the same steps. `state=bf16` keeps weights and moments in
+bfloat16; everything else is a setting of the section `train`, as in `logits_mib=512`.
+"""
+
+import json
+import math
+import sys
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from paceline.bench.features import feature_batches
+from paceline.bench.shapes import SHAPES
+from paceline.bench.weights import random_drafter, random_ends
+from paceline.bench.work import CLIP, RATE
+from paceline.config import TrainSettings
+from paceline.runtime.compiling import warm_compiler
+from paceline.train.step import DrafterStep
+
+ROUNDS = 3
+# What a kernel's name holds, in this order, and what such a kernel is for.
+KINDS = (
+    ("matrix products", ("nvjet", "cutlass", "gemm", "cublas", "xmma", "splitKreduce")),
+    ("attention, backward", ("flex_attention_backward", "_queries_gradient", "_keys_gradient", "backward_d", "_bwd")),
+    ("attention, forward", ("flex_attention", "_attend", "_fwd")),
+    ("between the head's products", ("head", "softmax", "_row")),
+    ("quantizing", ("fp8", "float8", "e4m3", "_quantize")),
+    ("copies and clearing", ("memcpy", "memset", "copy_", "fill")),
+    ("element-wise, norms, update", ("triton", "elementwise", "reduce", "vectorized", "multi_tensor", "cat")),
+)
+
+
+def kind_of(name: str) -> str:
+    """Return what a kernel is for."""
+    return next((kind for kind, parts in KINDS if any(part.lower() in name.lower() for part in parts)), "other")
+
+
+def built(name: str, changes: dict[str, str]) -> tuple[DrafterStep, list[Any]]:
+    """Return the warm step and micro-batches at the shape."""
+    shape, device = SHAPES[name], torch.device("cuda:0")
+    drafter = random_drafter(shape, device)
+    narrow = changes.pop("state", "") == "bf16"
+    settings = shape.train_settings("float32" if narrow else "bfloat16").model_dump() | {"clip": CLIP} | changes
+    train = TrainSettings.model_validate(settings)
+    drafter = drafter.bfloat16() if narrow else drafter
+    step = DrafterStep(drafter, random_ends(shape, device, torch.bfloat16), train, policy="captured", alarm=print)
+    step.warm()
+    return step, feature_batches(shape, device, torch.bfloat16)
+
+
+def measure(name: str, changes: dict[str, str]) -> dict[str, Any]:
+    """Return milliseconds a step: by the clock, and of kernels by kind and by name."""
+    step, batches = built(name, changes)
+
+    def round_of_steps() -> float:
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for batch in batches * ROUNDS:
+            step.load(batch)
+            step.micro()
+            step.update(RATE)
+            step.clear()
+        torch.cuda.synchronize()
+        return 1e3 * (time.perf_counter() - began) / (ROUNDS * len(batches))
+
+    round_of_steps()
+    plain_ms = round_of_steps()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        profiled_ms = round_of_steps()
+    kernels: Counter[str] = Counter()
+    for event in seen.key_averages():
+        kernels[event.key] += event.self_device_time_total / 1e3 / (ROUNDS * len(batches))
+    kinds: Counter[str] = Counter()
+    for kernel, ms in kernels.items():
+        kinds[kind_of(kernel)] += ms
+    return {"step_ms": plain_ms, "profiled_ms": profiled_ms, "kinds": kinds, "kernels": kernels}
+
+
+def main(name: str = "qwen3-8b-2x3072", *changes: str) -> None:
+    """Print the table; the largest kernels follow."""
+    warm_compiler("cuda:0")
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(measure, name, dict(change.split("=", 1) for change in changes)).result()
+    whole = found["profiled_ms"]
+    print(f"{name} {' '.join(changes)}: {found['step_ms']:.1f} ms a step, {whole:.1f} ms under the profiler")
+    for kind, ms in found["kinds"].most_common():
+        print(f"  {ms:8.2f} ms  {100 * ms / whole:5.1f} %  {kind}")
+    share = sum(found["kinds"].values()) / whole
+    print(f"  kernels are {100 * share:.1f} % of the time")
+    if not math.isfinite(share) or share < 0.5:
+        sys.exit(
+            "The profiler saw less than half of the step's time: it counted no kernels, so the table says nothing."
+        )
+    for kernel, ms in found["kernels"].most_common(40):
+        print(f"  {ms:8.3f}  {kind_of(kernel)[:12]:12}  {kernel[:90]}")
+    print(json.dumps({"step_ms": found["step_ms"], "kinds": dict(found["kinds"])}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
