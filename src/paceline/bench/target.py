@@ -249,7 +249,9 @@ def _relative_error(found_TD: Tensor, wanted_TD: Tensor, path: Path, dtype: str)
         RunError: it is more than the number format explains.
     """
     error = ((found_TD.float() - wanted_TD.float()).norm() / wanted_TD.float().norm()).item()
-    most = 0.3 if path == "fp8" else 0.1 if dtype == "bfloat16" else 1e-3  # of random weights, over all layers
+    # Random weights multiply rounding from layer to layer, over 34 of them to 0.05 in bfloat16 and 0.5 in fp8; features
+    # of something else altogether differ by 1.4 of their size.
+    most = 0.7 if path == "fp8" else 0.1 if dtype == "bfloat16" else 1e-3
     if not error <= most:
         raise RunError(f"Features must be those of the stock forward, but differ by {error:.2g} of their size.")
     return float(f"{error:.3g}")
