@@ -17,6 +17,7 @@ from paceline.data.mixture import Mixture
 from paceline.data.store import CompletionDataset, open_dataset
 from paceline.drafter.attention import Dense
 from paceline.drafter.ends import FrozenEnds
+from paceline.drafter.joined import leaf_names
 from paceline.drafter.model import Drafter
 from paceline.records import FeatureBatch, Rejection, StepReport, TokenBatch
 from paceline.runtime.compiling import forbid_recompiles
@@ -217,7 +218,7 @@ def test_tokens_after_an_anchor_do_not_reach_its_block(tiny, shape, target, ends
         dataset = open_dataset(write_dataset(rows, name=f"leak{len(list(Path(target_dir).iterdir()))}"))
         tokens = next(loader.micro_batches(Mixture([dataset]), data_settings(max_batch=1), SETTINGS, shape.block_size))
         step.load(features_of(target, tokens))
-        hidden_AKH = step._hidden(step._dense()).detach().unflatten(0, (-1, shape.block_size - 1))
+        hidden_AKH = step._hidden(step._dense(), step._turns()).detach().unflatten(0, (-1, shape.block_size - 1))
         return hidden_AKH[: len(tokens.blocks.anchor_K)], tokens.blocks.position_K
 
     ids, prompt = random_rows[0]
@@ -421,15 +422,18 @@ def test_weights_and_moments_are_float32_beside_bfloat16_products(tiny, shape) -
     assert {p.dtype for p in step.drafter.parameters()} == {torch.float32}
     assert {p.grad.dtype for p in step.drafter.parameters()} == {torch.float32}
     assert {t.dtype for state in step.optimizer.adamw.state.values() for t in state.values()} == {torch.float32}
-    assert {p.dtype for p in step._working.parameters() if p.ndim > 1} == {torch.bfloat16}
-    assert {p.dtype for p in step._working.parameters() if p.ndim == 1} == {torch.float32}
-    before = [p.clone() for p in step._working.parameters()]
+    leaves = dict(zip(step._flat.leaves(step.gradients), step._leaves, strict=True))
+    assert {p.dtype for p in step._leaves if p.ndim > 1} == {torch.bfloat16}
+    assert {p.dtype for p in step._leaves if p.ndim == 1} == {torch.float32}
+    before = [p.clone() for p in step._leaves]
     for parameter in step.drafter.parameters():
         parameter.grad.fill_(1e-3)
     step.sums[1] = 1
     step.update(0.1)
-    for working, weight, old in zip(step._working.parameters(), step.drafter.parameters(), before, strict=True):
-        assert torch.equal(working, weight.to(working.dtype))
+    weights = dict(step.drafter.named_parameters())
+    for (name, working), old in zip(leaves.items(), before, strict=True):
+        joined = torch.cat([weights[member] for member in leaf_names(weights)[name]])
+        assert torch.equal(working, joined.to(working.dtype)), name
         assert not torch.equal(working, old)
 
 

@@ -2,20 +2,25 @@
 
 Nothing here reads a device value on the host: the rate and whether a step applies are tensors. Optimizers are fused or
 written out; torch's foreach ones ask `is_compiling()`, which is true in every thread while one compiles (torch 2.13).
+
+Shapes: P entries of all weights that AdamW updates, S of those that have a copy in another format.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from paceline.config import TrainSettings
+from paceline.runtime.compiling import OneShape
+from paceline.train.flat import Flat
 
 _QUINTIC = (3.4445, -4.7750, 2.0315)  # Newton-Schulz coefficients of Muon (github.com/KellerJordan/Muon)
 _QUINTIC_STEPS = 5
 _EPS = 1e-7
+_ADAM_EPS = 1e-8  # torch's default
 
 
 def learning_rate(step: int, total_steps: int, settings: TrainSettings) -> float:
@@ -37,21 +42,33 @@ def learning_rate(step: int, total_steps: int, settings: TrainSettings) -> float
 
 
 class Optimizer:
-    """AdamW for all weights, or Muon for matrices and AdamW for norms, over gradients that lie in `.grad`.
+    """AdamW for all weights, or Muon for matrices and AdamW for norms, over the gradients of flat weights.
 
     Weight decay applies to matrices only; norms keep their scale. Muon's update is scaled to AdamW's size (arXiv
     2502.16982), so train.lr means the same for both. `lr` is the rate, float32; `divisor` is what gradients are
     divided by; where `skip` is 1, a step leaves weights, moments and counts as they are, whatever the gradients hold.
     What is in `.grad` after a step is undefined.
+
+    `copy_S`, the matrices in another format, is brought up to date by every step. With `one_pass` AdamW is
+    `adamw_pass`, compiled, which writes that copy as it goes; else it is torch's own. Both work on the same moments.
     """
 
-    def __init__(self, drafter: nn.Module, settings: TrainSettings) -> None:
-        device = next(drafter.parameters()).device
+    def __init__(
+        self,
+        flat: Flat,
+        settings: TrainSettings,
+        *,
+        copy_S: Float[Tensor, " S"] | None = None,
+        one_pass: bool = False,
+        alarm: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        self._flat, self._copy_S, self._betas = flat, copy_S, settings.betas
+        device = flat.weights_P.device
         self.lr = torch.zeros((), dtype=torch.float32, device=device)
         self.skip = torch.zeros((), dtype=torch.float32, device=device)
         self.divisor = torch.ones((), dtype=torch.float32, device=device)
-        matrices = [p for p in drafter.parameters() if p.ndim > 1]
-        norms = [p for p in drafter.parameters() if p.ndim <= 1]
+        matrices = [p for p in flat.parameters.values() if p.ndim > 1]
+        norms = [p for p in flat.parameters.values() if p.ndim <= 1]
         decayed = {"params": matrices, "weight_decay": settings.weight_decay}
         kept = {"params": norms, "weight_decay": 0.0}
         self.muon: Muon | None = None
@@ -65,9 +82,29 @@ class Optimizer:
         # What a gradient scaler sets: fused AdamW then divides and skips by itself, its step count included.
         self.adamw.found_inf = self.skip  # type: ignore[attr-defined]
         self.adamw.grad_scale = self.divisor  # type: ignore[attr-defined]
+        # Moments as flat as the weights, and a count for each weight, which checkpoints have.
+        self._first = flat.matrix_entries if self.muon else 0
+        self._mean_P = torch.zeros_like(flat.weights_P[self._first :])
+        self._square_P = torch.zeros_like(self._mean_P)
+        updated = [name for name, p in flat.parameters.items() if p.ndim <= 1 or not self.muon]
+        self._steps = torch.zeros(len(updated), dtype=torch.float32, device=device)
+        means, squares = (flat.named(moment, self._first) for moment in (self._mean_P, self._square_P))
+        for name, count in zip(updated, self._steps, strict=True):
+            self.adamw.state[flat.parameters[name]] = {
+                "step": count, "exp_avg": means[name], "exp_avg_sq": squares[name],
+            }  # fmt: skip
+        # Weight decay, and what of the weights it applies to.
+        self._regions = [(settings.weight_decay, slice(0, flat.matrix_entries))] * (not self.muon)
+        self._regions += [(0.0, slice(flat.matrix_entries, len(flat.weights_P)))]
+        self._pass = OneShape(adamw_pass, instead=adamw_pass, alarm=alarm) if one_pass else None
+
+    @property
+    def recompiles(self) -> int:
+        """Calls that torch would have compiled again after warm-up."""
+        return self._pass.recompiles if self._pass else 0
 
     def state(self, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
-        """Return what a step leaves for the next, as `kind.weight`: live tensors, all there once `step` was called."""
+        """Return what a step leaves for the next, as `kind.weight`: live tensors."""
         kept = {f"{kind}.{names[p]}": tensor for p, kinds in self.adamw.state.items() for kind, tensor in kinds.items()}
         if self.muon is not None:
             pairs = zip(self.muon.matrices, self.muon.buffers, strict=True)
@@ -76,9 +113,70 @@ class Optimizer:
 
     def step(self) -> None:
         """Apply the gradients at rate `lr`, unless `skip` is 1."""
-        self.adamw.step()
         if self.muon is not None:
             self.muon.step(self.lr, self.skip, self.divisor)
+        if self._pass is None:
+            self.adamw.step()
+        else:
+            self._one_pass(self._pass)
+        if self._pass is None or self.muon is not None:
+            self.refresh()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Bring the copy up to date with the weights."""
+        if self._copy_S is not None:
+            self._copy_S.copy_(self._flat.weights_P[: len(self._copy_S)])
+
+    @torch.no_grad()
+    def _one_pass(self, run: OneShape) -> None:
+        first, second = self._betas
+        self._steps += 1 - self.skip
+        # In float64, which near 1 they need, and out of the pass, which would work them out for every entry.
+        count, lr = self._steps[0].double(), self.lr.double()
+        rate = (lr / (1 - first**count)).float()
+        root = (1 - second**count).sqrt().float()
+        for decay, region in self._regions:
+            moments = slice(region.start - self._first, region.stop - self._first)
+            run(
+                self._flat.weights_P[region],
+                self._flat.gradients_P[region],
+                self._mean_P[moments],
+                self._square_P[moments],
+                self._copy_S if region.start == 0 else None,
+                (self.skip, self.divisor, rate, root, (1 - lr * decay).float()),
+                self._betas,
+            )
+
+
+def adamw_pass(
+    weights_P: Float[Tensor, " P"],
+    gradients_P: Float[Tensor, " P"],
+    mean_P: Float[Tensor, " P"],
+    square_P: Float[Tensor, " P"],
+    copy_P: Float[Tensor, " P"] | None,
+    scalars: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    betas: tuple[float, float],
+) -> None:
+    """Update weights and moments in place as torch's AdamW does, and write the weights' copy: one pass over memory.
+
+    `scalars` are whether to skip, what gradients are divided by, the rate over the mean's bias correction, the root of
+    the square's, and what weight decay leaves of a weight. Computed in float32 or wider, whatever the formats are.
+    """
+    skip, divisor, rate, root, kept = scalars
+    wide = torch.promote_types(weights_P.dtype, torch.float32)
+    old, old_mean, old_square = weights_P.to(wide), mean_P.to(wide), square_P.to(wide)
+    gradient = gradients_P.to(wide) / divisor
+    mean = torch.lerp(old_mean, gradient, 1 - betas[0])
+    square = old_square * betas[1] + gradient * gradient * (1 - betas[1])
+    new = old * kept - rate * mean / (square.sqrt() / root + _ADAM_EPS)
+    apply = skip == 0
+    weights = torch.where(apply, new, old).to(weights_P.dtype)
+    weights_P.copy_(weights)
+    mean_P.copy_(torch.where(apply, mean, old_mean))
+    square_P.copy_(torch.where(apply, square, old_square))
+    if copy_P is not None:
+        copy_P.copy_(weights)
 
 
 class Muon:

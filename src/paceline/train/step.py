@@ -11,24 +11,25 @@ weights themselves), sums, moments and weights are float32.
 Shapes: C context slots, A anchors, B block slots, D = m * H feature width, Q = A * B.
 """
 
-import copy
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline import blocks
 from paceline.config import TrainSettings
 from paceline.drafter.attention import Dense, Visibility, fits_tiles, sparse
 from paceline.drafter.ends import FrozenEnds
+from paceline.drafter.joined import Joined, Turns, distinct_ids, leaf_names, turns
 from paceline.drafter.loss import HeadLoss, frozen_head_loss, head_loss
 from paceline.drafter.model import Drafter
 from paceline.records import FeatureBatch, RunError, StepReport, Suspect, TokenBatch
 from paceline.runtime.capture import Captured, new_pool
 from paceline.runtime.compiling import OneShape, Policy
+from paceline.train.flat import Flat
 from paceline.train.optim import Optimizer
 
 
@@ -75,8 +76,8 @@ def checksum(features_TD: Tensor) -> Tensor:
 class DrafterStep:
     """The drafter, its optimizer and the static buffers of one device.
 
-    `drafter` holds the weights that are trained and saved. `policy` says how the step runs: `eager`, `compiled`, or
-    `captured`, which needs a CUDA device; the latter two become so in `warm`.
+    `drafter` holds the weights that are trained and saved; they become views of one buffer. `policy` says how the step
+    runs: `eager`, `compiled`, or `captured`, which needs a CUDA device; the latter two become so in `warm`.
     """
 
     def __init__(
@@ -95,8 +96,15 @@ class DrafterStep:
         C, A, B = settings.context_slots, settings.anchor_slots, shape.block_size
         mixed = settings.dtype == "bfloat16"
         wire = torch.bfloat16 if mixed else self.dtype
-        self._working = _working_copy(drafter) if mixed else drafter
-        self._leaves = list(self._working.parameters())
+        self._flat = Flat(drafter, leaf_names(name for name, _ in drafter.named_parameters()))
+        leaves = self._flat.leaves(self._flat.weights_P)
+        # Norms are used as they are; without a copy of the matrices, these are, too.
+        copy_S = self._flat.weights_P[: self._flat.matrix_entries].bfloat16() if mixed else None
+        leaves |= {} if copy_S is None else self._flat.leaves(copy_S)
+        working = {name: nn.Parameter(leaf) for name, leaf in leaves.items()}
+        self._working, self._leaves = Joined(shape, working), list(working.values())
+        self.gradients = self._flat.gradients_P
+        self._summed = list(self._flat.leaves(self.gradients).values())
         # Head products run in the compute format; the loss itself is float32 or wider.
         self.ends = ends.to(self.device, wire)
 
@@ -125,13 +133,14 @@ class DrafterStep:
         self.apply = torch.ones((), dtype=torch.float32, device=self.device)
         # Blocks, anchor slots, tokens, padded and visible tokens; a tensor, to be summed over ranks like the rest.
         self.counts_5 = torch.zeros(5, dtype=torch.float64, device=self.device)
-        self.optimizer = Optimizer(drafter, settings)
-        self.gradients = _flat_gradients(drafter)
+        self.optimizer = Optimizer(self._flat, settings, copy_S=copy_S, one_pass=policy != "eager", alarm=alarm)
         self._sparse = policy != "eager" and self.device.type == "cuda" and fits_tiles(C, A, B)
-        self._forward: Callable[[Visibility], Tensor] = self._hidden
+        self._forward: Callable[[Visibility, Turns], Tensor] = self._hidden
         self._head_loss: Callable[..., HeadLoss] = head_loss
         if policy != "eager":
-            self._forward = OneShape(self._hidden, instead=lambda _: self._hidden(self._dense()), alarm=alarm)
+            self._forward = OneShape(
+                self._hidden, instead=lambda _, turns: self._hidden(self._dense(), turns), alarm=alarm
+            )
             self._head_loss = OneShape(head_loss, instead=head_loss, alarm=alarm)
         self._micro: Callable[[], None] = self._run_micro
         self._update: Callable[[], None] = self._run_update
@@ -139,7 +148,8 @@ class DrafterStep:
     @property
     def recompiles(self) -> int:
         """Calls that torch would have compiled again after warm-up."""
-        return sum(part.recompiles for part in (self._forward, self._head_loss) if isinstance(part, OneShape))
+        parts = (self._forward, self._head_loss)
+        return self.optimizer.recompiles + sum(part.recompiles for part in parts if isinstance(part, OneShape))
 
     def load(self, batch: FeatureBatch) -> None:
         """Copy a micro-batch into the buffers; what it does not fill is masked."""
@@ -236,7 +246,7 @@ class DrafterStep:
         )
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Return what outlives a step, by the file that keeps it: live tensors, all there once the step is warm."""
+        """Return what outlives a step, by the file that keeps it: live tensors."""
         weights = dict(self.drafter.named_parameters())
         names: dict[Tensor, str] = {parameter: name for name, parameter in weights.items()}
         return {"drafter": dict[str, Tensor](weights), "optimizer": self.optimizer.state(names)}
@@ -256,18 +266,12 @@ class DrafterStep:
             own.copy_(tensor)
         if left:
             raise RunError(f"A checkpoint must hold this drafter's state, but it lacks {next(iter(left))}.")
-        self._refresh()
-
-    def _refresh(self) -> None:
-        """Bring the working copy up to date with the weights."""
-        if self._working is not self.drafter:
-            with torch.no_grad():
-                torch._foreach_copy_(list[Tensor](self._leaves), list[Tensor](self.drafter.parameters()))
+        self.optimizer.refresh()
 
     def _run_micro(self) -> None:
         own = self.buffers
         weights_AB = own.valid_AB * self.weights_B
-        hidden_NH = self._forward(self._visibility())
+        hidden_NH = self._forward(self._visibility(), self._turns())
         # Slot 0 is known; dropping it saves its share of the head's work.
         loss, hits_N, grad_NH = frozen_head_loss(
             hidden_NH.detach(),
@@ -279,7 +283,7 @@ class DrafterStep:
             chunk=self._head_loss,
         )
         gradients = torch.autograd.grad(hidden_NH, self._leaves, grad_NH)
-        torch._foreach_add_([p.grad for p in self.drafter.parameters() if p.grad is not None], gradients)
+        torch._foreach_add_(self._summed, gradients)
         valid_AK = own.valid_AB[:, 1:]
         right_AK = hits_N.view_as(valid_AK) & valid_AK
         self.micro_sums.copy_(torch.stack([loss.double(), weights_AB.sum()]))
@@ -288,7 +292,8 @@ class DrafterStep:
 
     def _run_update(self) -> None:
         weight = self.sums[1].clamp_min(1e-30)
-        norm = torch.linalg.vector_norm(self.gradients) / weight
+        wide = torch.promote_types(self.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(self.gradients, dtype=wide) / weight
         self.norm.copy_(norm)
         # The optimizer divides as it reads: a pass over the gradients to divide and one to clip are saved.
         self.optimizer.divisor.copy_(weight * ((norm + 1e-6) / self.settings.clip).clamp_min(1.0))
@@ -296,7 +301,6 @@ class DrafterStep:
         fit = torch.isfinite(told_2).all() & (told_2 <= self.limits_2).all() & (self.sums[1] > 0)
         self.optimizer.skip.copy_(1 - self.apply * fit)
         self.optimizer.step()
-        self._refresh()
 
     def _visibility(self) -> Visibility:
         own, B = self.buffers, len(self.weights_B)
@@ -309,35 +313,15 @@ class DrafterStep:
         present_AB = torch.ones_like(own.valid_AB)
         return Dense(blocks.block_mask(own.start_A[None], own.anchor_A[None], present_AB[None], len(own.positions_C)))
 
-    def _hidden(self, visibility: Visibility) -> Float[Tensor, "N H"]:
+    def _turns(self) -> Turns:
+        """Return the rotary tables, which every layer's kernels read: worked out in each, they would cost more."""
+        own = self.buffers
+        positions_Q = blocks.block_positions(own.position_A, len(self.weights_B)).flatten()
+        return turns(torch.cat([own.positions_C, positions_Q]), self.drafter.settings, own.features_CD.dtype)
+
+    def _hidden(self, visibility: Visibility, turns: Turns) -> Float[Tensor, "N H"]:
         """Return the drafter's output at the slots behind the anchors, N = A * (B - 1)."""
-        own, B = self.buffers, len(self.weights_B)
-        ids_AB = blocks.block_ids(own.token_A, self.drafter.settings.mask_token_id, B)
-        embeds_1QH = self.ends.embed(ids_AB.view(1, -1)).to(own.features_CD.dtype)
-        positions_1Q = blocks.block_positions(own.position_A, B).view(1, -1)
-        context = self._working.context(own.features_CD[None], own.positions_C[None])
-        hidden_ABH = self._working(embeds_1QH, positions_1Q, context, visibility).view(*ids_AB.shape, -1)
-        return hidden_ABH[:, 1:].flatten(0, 1)
-
-
-def _flat_gradients(drafter: Drafter) -> Tensor:
-    """Give every weight a gradient that is a view of one buffer, and return the buffer.
-
-    Ranks then sum one tensor, and dividing, norm and clipping are one operation each. Views begin at multiples of 64
-    entries, as vectorised kernels need.
-    """
-    parameters = list(drafter.parameters())
-    sizes = [-(-p.numel() // 64) * 64 for p in parameters]
-    flat = torch.zeros(sum(sizes), dtype=parameters[0].dtype, device=parameters[0].device)
-    for parameter, part in zip(parameters, flat.split(sizes), strict=True):
-        parameter.grad = part[: parameter.numel()].view_as(parameter)
-    return flat
-
-
-def _working_copy(drafter: Drafter) -> Drafter:
-    """Return a copy whose matrices are bfloat16; norms keep their precision."""
-    working = copy.deepcopy(drafter)
-    for parameter in working.parameters():
-        if parameter.ndim > 1:
-            parameter.data = parameter.data.bfloat16()
-    return working
+        own = self.buffers
+        ids_U = distinct_ids(own.token_A, self.drafter.settings.mask_token_id)
+        embeds_UH = self.ends.embed(ids_U[None])[0].to(own.features_CD.dtype)
+        return self._working(own.features_CD, embeds_UH, tuple(own.labels_AB.shape), turns, visibility)
