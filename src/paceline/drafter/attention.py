@@ -1,6 +1,7 @@
 """Attention of block slots over context and block slots: dense on any device, block-sparse where it is compiled.
 
-Both take the geometry as tensors, so one compiled kernel serves every micro-batch of the one shape.
+Block-sparse is flex_attention, or kernels of our own where they run (`block_attention`). All take the geometry as
+tensors, so one compiled kernel serves every micro-batch of the one shape.
 
 Shapes: G groups, A blocks, B slots of a block, Q = A * B queries, C context slots, K = C + Q keys, N heads, M key/value
 heads, E head width.
@@ -15,6 +16,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from paceline import blocks
+from paceline.config import DrafterSettings
+from paceline.drafter import block_attention
+from paceline.drafter.block_attention import Ranges
 
 TILE = 128  # queries and keys of a tile of the block-sparse form
 
@@ -33,12 +37,29 @@ class Sparse:
     tiles: BlockMask
 
 
-Visibility = Dense | Sparse
+Visibility = Dense | Sparse | Ranges
 
 
 def fits_tiles(context_slots: int, anchor_slots: int, block_size: int) -> bool:
     """Return whether the one shape can be cut into tiles."""
     return TILE % block_size == 0 and context_slots % TILE == 0 and (anchor_slots * block_size) % TILE == 0
+
+
+def block_sparse(
+    start_A: Int[Tensor, " A"],
+    anchor_A: Int[Tensor, " A"],
+    context_slots: int,
+    settings: DrafterSettings,
+    dtype: torch.dtype,
+) -> Sparse | Ranges:
+    """Return the block-sparse form that is fastest here, for a drafter whose keys have this dtype; see `sparse`."""
+    heads, kv_heads, width = settings.heads, settings.kv_heads, settings.head_dim
+    if block_attention.available(start_A.device) and block_attention.fits(
+        heads, kv_heads, width, settings.block_size, dtype
+    ):
+        cut, sharing = block_attention.CUTS[width], heads // kv_heads
+        return block_attention.ranges(start_A, anchor_A, context_slots, settings.block_size, sharing=sharing, cut=cut)
+    return sparse(start_A, anchor_A, context_slots, settings.block_size)
 
 
 def sparse(start_A: Int[Tensor, " A"], anchor_A: Int[Tensor, " A"], context_slots: int, block_size: int) -> Sparse:
@@ -75,6 +96,8 @@ def attend(
     visibility: Visibility,
 ) -> Float[Tensor, "G N Q E"]:
     """Return each query's mean of the values it sees; zeros where it sees none."""
+    if isinstance(visibility, Ranges):
+        return block_attention.block_attention(q_GNQE, k_GMKE, v_GMKE, visibility)
     if isinstance(visibility, Sparse):
         return flex_attention(q_GNQE, k_GMKE, v_GMKE, block_mask=visibility.tiles, enable_gqa=True)
     groups = q_GNQE.shape[1] // k_GMKE.shape[1]

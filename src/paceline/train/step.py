@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from paceline import blocks
 from paceline.config import TrainSettings
-from paceline.drafter.attention import Dense, Visibility, fits_tiles, sparse
+from paceline.drafter.attention import Dense, Visibility, block_sparse, fits_tiles
 from paceline.drafter.ends import FrozenEnds
 from paceline.drafter.joined import Joined, Turns, distinct_ids, leaf_names, turns
 from paceline.drafter.loss import HeadLoss, frozen_head_loss, head_loss
@@ -303,9 +303,10 @@ class DrafterStep:
         self.optimizer.step()
 
     def _visibility(self) -> Visibility:
-        own, B = self.buffers, len(self.weights_B)
+        own = self.buffers
         if self._sparse:
-            return sparse(own.start_A, own.anchor_A, len(own.positions_C), B)
+            dtype = self._working.fc.weight.dtype
+            return block_sparse(own.start_A, own.anchor_A, len(own.positions_C), self.drafter.settings, dtype)
         return self._dense()
 
     def _dense(self) -> Dense:
