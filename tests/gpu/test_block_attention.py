@@ -80,7 +80,8 @@ def both_ways(call: Callable[..., Tensor], given: Inputs, *visibility: object) -
 
 
 def close(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
-    for name, a, b in zip(NAMES, found, wanted, strict=True):
+    assert len(found) == len(wanted)
+    for name, a, b in zip(NAMES, found, wanted, strict=False):
         assert a.isfinite().all(), f"{name}: {int((~a.isfinite()).sum())} entries are not finite"
         apart = a.float() - b
         rows = apart.abs().amax((0, 1, 3)) > WORST * b.abs().max()
