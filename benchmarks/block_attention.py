@@ -1,13 +1,13 @@
-"""Time the attention kernels of a training step, tile by tile, beside flex_attention. Usage: python benchmarks/block_attention.py
+"""Time the attention kernels of a training step beside flex_attention. Usage: python benchmarks/block_attention.py
 
-One CUDA device (Hopper), under 100 s. Every line is one kernel with one set of tiles: rows, keys, warps, loads in flight;
-milliseconds of one layer of Qwen3-8B's drafter (A = 1,024, B = 16, C = 6,144, 32 heads, 8 key/value heads of 128) on two
-samples of 3,072 tokens and on twelve of 500, and its error on a small shape against dense float32, relative to the
-largest value. What cannot be launched, as more shared memory than there is, says so. The best of each belong into
+One CUDA device (Hopper), under 100 s. Every line is one kernel with one set of tiles: rows, keys, warps, loads in
+flight; milliseconds of one layer of Qwen3-8B's drafter (A = 1,024, B = 16, C = 6,144, 32 heads, 8 key/value heads of
+128) on two samples of 3,072 tokens and on twelve of 500, and its error on a small shape against dense float32, relative
+to the largest value. What cannot be launched, as more shared memory than there is, says so. The best belong into
 `paceline.drafter.block_attention.CUTS`.
 
 Tiles are compiled in processes side by side, which leave the code in Triton's cache.
-"""  # noqa: E501
+"""
 
 import itertools
 import multiprocessing
