@@ -162,7 +162,7 @@ class TrainSettings(Section):
     policy: Literal["auto", "eager", "compiled", "captured"] = Field(
         "auto", description="how the step runs; auto: as `paceline doctor` found possible here; captured needs a GPU"
     )
-    logits_mib: Count = Field(256, description="largest buffer of logits, in MiB")
+    logits_mib: Count = Field(1024, description="largest buffer of logits, in MiB")
     seed: int = Field(0, ge=0, lt=2**63, description="seed of initial weights, order and anchors")
     init_from: str | None = Field(
         None, min_length=1, description="folder of a z-lab, speculators, SpecForge or TorchSpec drafter to start from"

@@ -23,6 +23,7 @@ from paceline import blocks
 from paceline.config import TrainSettings
 from paceline.drafter.attention import Dense, Visibility, block_sparse, fits_tiles
 from paceline.drafter.ends import FrozenEnds
+from paceline.drafter.fused_head import fused_head_loss, has_kernel
 from paceline.drafter.joined import Joined, Turns, distinct_ids, leaf_names, turns
 from paceline.drafter.loss import HeadLoss, frozen_head_loss, head_loss
 from paceline.drafter.model import Drafter
@@ -141,7 +142,8 @@ class DrafterStep:
             self._forward = OneShape(
                 self._hidden, instead=lambda _, turns: self._hidden(self._dense(), turns), alarm=alarm
             )
-            self._head_loss = OneShape(head_loss, instead=head_loss, alarm=alarm)
+            fused = has_kernel(self.ends.head_VH)
+            self._head_loss = fused_head_loss if fused else OneShape(head_loss, instead=head_loss, alarm=alarm)
         self._micro: Callable[[], None] = self._run_micro
         self._update: Callable[[], None] = self._run_update
 
