@@ -65,7 +65,7 @@ def losses(step: DrafterStep, steps: int) -> list[float]:
     for index in range(steps):
         step.load(batches[index % len(batches)])
         step.micro()
-        step.update(1e-3)
+        step.update(5e-3)
         found.append((step.micro_sums[0] / step.micro_sums[1]).item())
         step.clear()
     return found
@@ -73,5 +73,5 @@ def losses(step: DrafterStep, steps: int) -> list[float]:
 
 def test_it_learns_as_in_bfloat16_does() -> None:
     plain, eight = losses(step_of("off"), 32), losses(step_of("on"), 32)
-    assert plain[-1] < 0.9 * plain[0]
-    assert sum(eight[-8:]) == pytest.approx(sum(plain[-8:]), rel=0.03)
+    assert plain[-1] < 0.96 * plain[0]
+    assert sum(eight[-8:]) == pytest.approx(sum(plain[-8:]), rel=0.01)
