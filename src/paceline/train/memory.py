@@ -114,7 +114,9 @@ def step_memory(
     activations = _activations(drafter, C, A, H, wire)
     rows, wide = A * (B - 1), wire * drafter.intermediate_size
     # Of the head's logits: their kernel puts the gradient over them; without it logits and gradient are there.
-    logit, held = (2, 2) if mixed else (4, 8)
+    # In fp8 the gradient lies beside them, and so do two copies of the head.
+    fp8 = train.fp8 == "on"
+    logit, held = (4, 8) if not mixed else (3, 3) if fp8 else (2, 2)
     chunk = min(rows, max(1, (train.logits_mib << 20) // (logit * vocab_size)))  # at most; the loss prefers a divisor
     hidden = 2 * wire * H * rows
     phases: dict[Phase, tuple[int, int]] = {  # activations and temporaries that are there together
@@ -132,7 +134,7 @@ def step_memory(
         gradients=4 * padded,
         moments=8 * adam + 4 * steps + (4 * matrix_entries if muon else 0),
         working_copy=2 * matrix_entries + 4 * norm_entries if mixed else 0,
-        ends=vocab_size * H * wire * (1 if tied else 2),
+        ends=vocab_size * H * (wire * (1 if tied else 2) + (2 if fp8 else 0)),
         buffers=C * (len(drafter.taps) * H * wire + 8) + A * (4 * 8 + B * 9),
         activations=phases[peak][0],
         temporaries=phases[peak][1],
