@@ -47,6 +47,9 @@ def bench_step(
         typer.Option(help="AdamW with float32 weights and moments, or with all of them in bfloat16; ours and peers'."),
     ] = "fp32-master",
     clip: Annotated[bool, typer.Option(help="Clip gradients by their norm; ours and peers'.")] = True,
+    fp8: Annotated[
+        bool, typer.Option("--fp8", help="Products of our layers in fp8, as train.fp8; peers have none.")
+    ] = (False),
     steps: Annotated[int, typer.Option(min=1, help="Steps that are timed.")] = 500,
     noise: Annotated[int, typer.Option(min=0, help="Threads that run forwards of a small model beside it.")] = 0,
     hog: Annotated[bool, typer.Option("--hog", help="A thread beside it that holds the interpreter.")] = False,
@@ -64,8 +67,9 @@ def bench_step(
 
     console = Console(json=json)
     all_here = get_args(Policy) if where.startswith("cuda") else ("eager", "compiled")
+    all_here = tuple(name for name in all_here if name != "eager" or not fp8)
     policies = cast(tuple[Policy, ...], tuple(policy or all_here))
-    work = Work(SHAPES[shape], where, dtype, steps, noise, hog, optimizer_state, clip)
+    work = Work(SHAPES[shape], where, dtype, steps, noise, hog, optimizer_state, clip, fp8)
     finish(console, json, measure(work, policies, console, cast(tuple[Peer, ...], tuple(peer or ()))), "")
 
 

@@ -159,10 +159,13 @@ class TrainSettings(Section):
     clip: float = Field(1.0, gt=0, description="largest gradient norm")
     gamma: float | None = Field(None, gt=0, description="decay of slot weights, exp(-(k-1)/gamma); null: by block_size")
     dtype: DType = Field("bfloat16", description="number format of the drafter's matrix products; weights are float32")
+    fp8: Literal["off", "on"] = Field(
+        "off", description="on: products of the drafter's layers in fp8 on a GPU, backward too; weights stay float32"
+    )
     policy: Literal["auto", "eager", "compiled", "captured"] = Field(
         "auto", description="how the step runs; auto: as `paceline doctor` found possible here; captured needs a GPU"
     )
-    logits_mib: Count = Field(256, description="largest buffer of logits, in MiB")
+    logits_mib: Count = Field(1024, description="largest buffer of logits, in MiB")
     seed: int = Field(0, ge=0, lt=2**63, description="seed of initial weights, order and anchors")
     init_from: str | None = Field(
         None, min_length=1, description="folder of a z-lab, speculators, SpecForge or TorchSpec drafter to start from"
@@ -174,6 +177,10 @@ class TrainSettings(Section):
         if self.anchors_per_sample > self.anchor_slots:
             raise ValueError(
                 f"anchors_per_sample ({self.anchors_per_sample}) must not exceed anchor_slots ({self.anchor_slots})"
+            )
+        if self.fp8 == "on" and (self.dtype != "bfloat16" or self.policy == "eager"):
+            raise ValueError(
+                f"fp8: on needs dtype: bfloat16 and a policy other than eager, got {self.dtype} and {self.policy}"
             )
         return self
 

@@ -30,7 +30,7 @@ def test_a_row_has_what_is_documented(monkeypatch: pytest.MonkeyPatch):
     assert done.exit_code == 0, done.output
     [row] = json.loads(done.stdout)
     documented = "who policy shape step_ms blocks_per_s tokens_per_s useful_tflop tflops matrix_peak_tflops peak_share "
-    documented += "peak_gib ratio_to_best_peer recompiles first_loss dtype optimizer clip counted batches steps"
+    documented += "peak_gib ratio_to_best_peer recompiles first_loss dtype optimizer clip fp8 counted batches steps"
     assert set(documented.split()) <= set(row)
     assert (row["who"], row["ratio_to_best_peer"], row["batches"], row["steps"]) == ("paceline", None, 4, 4)
     assert row["blocks_per_s"] == pytest.approx(16 / row["step_ms"] * 1e3, rel=1e-3)
@@ -151,3 +151,8 @@ def test_rates_are_of_useful_operations(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(timing, "matrix_peak", lambda device: 8e14)
     told = timing.rates(3e14, 0.75, CPU)
     assert told == {"useful_tflop": 300.0, "tflops": 400.0, "matrix_peak_tflops": 800.0, "peak_share": 0.5}
+
+
+def test_fp8_is_refused_where_there_is_none():
+    refused = run("--shape", "tiny", "--policy", "compiled", "--fp8")
+    assert str(refused.exception) == "--fp8 needs a GPU (--device), got cpu. Leave it out."

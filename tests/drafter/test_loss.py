@@ -38,7 +38,11 @@ def test_a_bfloat16_head_keeps_the_loss_in_float32() -> None:
 
 @pytest.mark.parametrize(
     ("rows", "most", "expected"),
-    [(30_720, 2208, 2048), (960, 5000, 960), (23, 10, 10), (1, 1, 1), (7, 1, 1), (15_720, 2208, 1965), (10, 4, 2)],
+    [
+        *((30_720, 2208, 2048), (960, 5000, 960), (23, 10, 10), (1, 1, 1), (7, 1, 1), (15_720, 2208, 1965), (10, 4, 2)),
+        # Whole tiles of 128 rows where there is a choice.
+        *((15_360, 3533, 3072), (15_360, 2355, 1920), (3840, 1000, 768), (1_000_003, 1000, 896)),
+    ],
 )
 def test_chunks_are_of_one_size_where_one_divides(rows: int, most: int, expected: int) -> None:
     assert chunk_rows(rows, most) == expected

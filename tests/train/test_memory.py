@@ -240,7 +240,7 @@ def named(said: str) -> dict[str, int]:
         (30.0, 1280, (12_288, 2048), {"anchor_slots"}),
         (60.0, 12_000, (12_288, 2048), {"anchor_slots", "logits_mib"}),
         (28.9, 256, (40_960, 512), {"anchor_slots", "context_slots"}),
-        (33.0, 3000, (40_960, 512), {"anchor_slots", "context_slots", "logits_mib"}),
+        (47.2, 6000, (65_536, 1536), {"anchor_slots", "context_slots", "logits_mib"}),
         (24.4, 256, (40_960, 512), {"together"}),
         (24.5, 12_000, (65_536, 2048), {"together"}),
         (22.5, 256, (12_288, 2048), {"layers"}),
@@ -294,9 +294,10 @@ def test_advice_names_what_is_needed_and_what_is_there() -> None:
     assert "which should do but did not" in advise(train, 60)
 
 
-@pytest.mark.parametrize("reserved", [47.51, 49.4])
+@pytest.mark.parametrize("reserved", [47.51 - 0.625, 49.4 - 0.625])
 def test_what_torch_reserved_beyond_what_it_allocated_is_not_advised(reserved: float) -> None:
-    # Measured on an H200 at this shape, compiled and in the step's benchmark: in less the step does not fit.
+    # Measured on an H200 at this shape, compiled and in the step's benchmark: in less the step does not fit. That was
+    # with logits and their gradient side by side, which took half of 1,280 MiB more than the gradient over the logits.
     train = SHAPES["qwen3-8b"].train_settings("bfloat16")
     said = advise(train, reserved)
     assert "should do" not in said

@@ -24,10 +24,12 @@ from paceline.bench.shapes import SHAPES
 from paceline.bench.timing import gib, round_times, row_line, step_figures, wait
 from paceline.bench.weights import random_drafter, random_ends
 from paceline.bench.work import CLIP, RATE, Work, asked
+from paceline.drafter.float8 import check_sizes, product_sizes
 from paceline.observe.console import Console
 from paceline.records import FeatureBatch, RunError, UserError
 from paceline.runtime.compiling import Policy, forbid_recompiles, warm_compiler
 from paceline.runtime.interpreter import quick_handovers
+from paceline.target.products import check_fp8
 from paceline.train.step import DrafterStep
 
 OURS = "paceline"
@@ -75,8 +77,22 @@ def _check(work: Work, policies: Sequence[Policy], peers: Sequence[PeerName]) ->
         raise UserError(
             f"--policy captured needs a GPU (--device), got {work.device}. Leave it out, or ask for compiled or eager."
         )
+    if work.fp8:
+        _check_fp8(work, policies)
     for peer in peers:
         check_peer(peer)
+
+
+def _check_fp8(work: Work, policies: Sequence[Policy]) -> None:
+    if not work.device.startswith("cuda"):
+        raise UserError(f"--fp8 needs a GPU (--device), got {work.device}. Leave it out.")
+    check_fp8(torch.device(work.device), "--fp8")
+    if work.dtype != "bfloat16" or "eager" in policies:
+        raise UserError(
+            f"--fp8 takes --dtype bfloat16 and --policy compiled or captured, got {work.dtype} and "
+            f"{', '.join(policies)}. Change them, or leave it out."
+        )
+    check_sizes(product_sizes(work.shape.drafter, work.shape.train_settings(work.dtype), work.shape.hidden_size))
 
 
 def _in_process(work: Work, job: Callable[..., dict[str, Any]], *arguments: object) -> dict[str, Any]:
@@ -136,7 +152,7 @@ def _measure(work: Work, policy: Policy, since: float) -> dict[str, Any]:
         "steps": count,
         "noise": work.noise,
         "hog": work.hog,
-        **asked(work),
+        **asked(work, fp8=work.fp8),
     }
 
 
@@ -147,6 +163,8 @@ def _step(work: Work, policy: Policy, wire: torch.dtype) -> DrafterStep:
     if work.optimizer_state == "bf16":
         # "float32" is: no working copy beside the weights, whatever these are.
         drafter, settings = drafter.bfloat16(), settings.model_copy(update={"dtype": "float32"})
+    if work.fp8:
+        settings = settings.model_copy(update={"fp8": "on"})
     return DrafterStep(drafter, random_ends(shape, device, wire), settings, policy=policy, alarm=_warn)
 
 

@@ -23,13 +23,15 @@ class Work:
     hog: bool  # a thread that holds the interpreter
     optimizer_state: OptimizerState = "fp32-master"
     clip: bool = True
+    fp8: bool = False  # products of our layers; peers have none
 
 
-def asked(work: Work) -> dict[str, str | bool]:
-    """Return what a row says of how the work was asked for."""
+def asked(work: Work, *, fp8: bool = False) -> dict[str, str | bool]:
+    """Return what a row says of how the work was asked for, and done: `fp8` says whether in fp8."""
     wide = work.optimizer_state == "fp32-master"
     return {
         "dtype": work.dtype,
+        "fp8": fp8,
         "optimizer": f"adamw, weights and moments in {'fp32' if wide else 'bf16'}",
         "clip": work.clip,
         "counted": COUNTED,

@@ -13,6 +13,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from paceline.drafter.ends import soft_cap
+from paceline.drafter.fused_head import FrozenHead8, fused_head_loss
+
+_TILE = 128  # rows of a tile of the products: a chunk of whole ones wastes none
 
 HeadLoss = tuple[Float[Tensor, ""], Bool[Tensor, " R"], Float[Tensor, "R H"]]
 
@@ -47,30 +50,46 @@ def head_loss(
 
 def frozen_head_loss(
     hidden_NH: Float[Tensor, "N H"],
-    head_VH: Float[Tensor, "V H"],
+    head: Tensor | FrozenHead8,
     labels_N: Int[Tensor, " N"],
     weights_N: Float[Tensor, " N"],
     *,
     logits_bytes: int,
     cap: float = 0.0,
-    chunk: Callable[[Tensor, Tensor, Tensor, Tensor, float], HeadLoss] = head_loss,
+    chunk: Callable[..., HeadLoss] = head_loss,
 ) -> tuple[Float[Tensor, ""], Bool[Tensor, " N"], Float[Tensor, "N H"]]:
     """Return what `head_loss` does, for any number of rows: at most `logits_bytes` of logits exist at a time.
 
-    `chunk` is `head_loss` or its compiled form; it sees chunks of one size wherever that size divides N.
+    `chunk` is `head_loss`, its compiled form, or `fused_head_loss`, which a head in fp8 needs; it sees chunks of one
+    size wherever a size divides N.
     """
-    row_bytes = len(head_VH) * torch.promote_types(head_VH.dtype, torch.float32).itemsize
-    rows = chunk_rows(len(hidden_NH), max(1, logits_bytes // row_bytes))
+    rows = chunk_rows(len(hidden_NH), max(1, logits_bytes // _row_bytes(head, fused=chunk is fused_head_loss)))
     losses, hits_N = [], torch.empty_like(labels_N, dtype=torch.bool)
     grad_NH = torch.empty_like(hidden_NH)
     for at in range(0, len(hidden_NH), rows):
         part = slice(at, at + rows)
-        loss, hits_N[part], grad_NH[part] = chunk(hidden_NH[part], head_VH, labels_N[part], weights_N[part], cap)
+        loss, hits_N[part], grad_NH[part] = chunk(hidden_NH[part], head, labels_N[part], weights_N[part], cap)
         losses.append(loss)
     return torch.stack(losses).sum(), hits_N, grad_NH
 
 
+def _row_bytes(head: Tensor | FrozenHead8, *, fused: bool) -> int:
+    """Return the bytes of a row of logits: as numbers of the softmax, or where these are never written, as they come.
+
+    In fp8 they come in bfloat16, and their gradient lies beside them.
+    """
+    if isinstance(head, FrozenHead8):
+        return 3 * len(head.weight_WH)
+    return len(head) * (head.dtype if fused else torch.promote_types(head.dtype, torch.float32)).itemsize
+
+
 def chunk_rows(rows: int, most: int) -> int:
-    """Return the rows of a chunk: as many as may be, but a divisor of all if one is at least half as large."""
-    most = min(rows, most)
-    return next((size for size in range(most, (most - 1) // 2, -1) if rows % size == 0), most)
+    """Return the rows of a chunk: as many as may be, but a divisor of all if one is at least half as large.
+
+    Of several divisors it is one of whole tiles, if there is one, and so is what divides nothing.
+    """
+    if rows <= most:
+        return rows
+    divisors = [size for size in range(most, (most - 1) // 2, -1) if rows % size == 0]
+    whole = [size for size in divisors if size % _TILE == 0]
+    return next(iter(whole + divisors), most // _TILE * _TILE or most)

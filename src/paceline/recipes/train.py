@@ -25,6 +25,7 @@ from paceline.pipeline.threads import train_in_threads
 from paceline.recipes.train_checks import check_run_folder, choose_policy
 from paceline.recipes.train_evaluate import TrueAcceptance
 from paceline.recipes.train_facts import drafter_meta, fixed_facts, say_what_made_it, step_flops, tell_begin
+from paceline.recipes.train_fp8 import check_train_fp8
 from paceline.recipes.train_guard import GuardTeller
 from paceline.recipes.train_inputs import Inputs, open_inputs, show_inputs, stream
 from paceline.recipes.train_listeners import listeners
@@ -59,6 +60,7 @@ def train(
     warm = None if resume else warm_start(settings, inputs.facts, console)  # else the weights are in a checkpoint
     show_inputs(inputs, settings, console)
     policy = choose_policy(settings, console)
+    check_train_fp8(settings, inputs.facts.hidden_size, policy)
 
     # 2. The run folder is ours alone. Checksums are compared while the run is under way.
     with claimed(run, tell=console.line), closing(BackgroundCheck(inputs.datasets)) as check:

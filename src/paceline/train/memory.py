@@ -18,7 +18,7 @@ Beside the layers: the context before and after hidden_norm (2 H and an rms a co
 
 The step's peak is that of one of four phases, all but the last of which also hold hidden states and their gradient
 (2 H a slot that has a loss):
-- loss: activations, and a chunk of logits as the product gives them and as their gradient in float32;
+- loss: activations, and a chunk of logits, which their gradient replaces; in float32 both are there;
 - backward, at its begin: activations, and of the last layer one more of the MLP's width and a matrix's gradient;
 - gradients, at its end: what autograd returns for all weights, and the context's keys and values of all layers;
 - update: fused AdamW needs nothing, Muon copies of the matrices of a shape.
@@ -113,10 +113,14 @@ def step_memory(
     steps = len(norms) if muon else len(matrices) + len(norms)  # AdamW counts them for each weight, in float32
     activations = _activations(drafter, C, A, H, wire)
     rows, wide = A * (B - 1), wire * drafter.intermediate_size
-    chunk = min(rows, max(1, (train.logits_mib << 20) // (4 * vocab_size)))  # at most; the loss prefers a divisor
+    # Of the head's logits: their kernel puts the gradient over them; without it logits and gradient are there.
+    # In fp8 the gradient lies beside them, and so do two copies of the head.
+    fp8 = train.fp8 == "on"
+    logit, held = (4, 8) if not mixed else (3, 3) if fp8 else (2, 2)
+    chunk = min(rows, max(1, (train.logits_mib << 20) // (logit * vocab_size)))  # at most; the loss prefers a divisor
     hidden = 2 * wire * H * rows
     phases: dict[Phase, tuple[int, int]] = {  # activations and temporaries that are there together
-        "loss": (activations, hidden + chunk * vocab_size * (wire + 4)),
+        "loss": (activations, hidden + chunk * vocab_size * held),
         "backward": (activations, hidden + wide * (A * B + H)),
         "gradients": (
             0,
@@ -130,7 +134,7 @@ def step_memory(
         gradients=4 * padded,
         moments=8 * adam + 4 * steps + (4 * matrix_entries if muon else 0),
         working_copy=2 * matrix_entries + 4 * norm_entries if mixed else 0,
-        ends=vocab_size * H * wire * (1 if tied else 2),
+        ends=vocab_size * H * (wire * (1 if tied else 2) + (2 if fp8 else 0)),
         buffers=C * (len(drafter.taps) * H * wire + 8) + A * (4 * 8 + B * 9),
         activations=phases[peak][0],
         temporaries=phases[peak][1],

@@ -6,7 +6,7 @@ Unused slots are masked and add nothing.
 
 Between `micro` and `update` gradients may be summed over other ranks; both work on static buffers and never wait for
 the device, so each can be captured as a CUDA graph. Matrix products run in the weights' working copy (bfloat16 or the
-weights themselves), sums, moments and weights are float32.
+weights themselves) or, made of it as they run, in fp8; sums, moments and weights are float32.
 
 Shapes: C context slots, A anchors, B block slots, D = m * H feature width, Q = A * B.
 """
@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -23,6 +24,8 @@ from paceline import blocks
 from paceline.config import TrainSettings
 from paceline.drafter.attention import Dense, Visibility, block_sparse, fits_tiles
 from paceline.drafter.ends import FrozenEnds
+from paceline.drafter.float8 import linear8
+from paceline.drafter.fused_head import FrozenHead8, fused_head_loss, has_kernel, head_in_fp8
 from paceline.drafter.joined import Joined, Turns, distinct_ids, leaf_names, turns
 from paceline.drafter.loss import HeadLoss, frozen_head_loss, head_loss
 from paceline.drafter.model import Drafter
@@ -102,7 +105,8 @@ class DrafterStep:
         copy_S = self._flat.weights_P[: self._flat.matrix_entries].bfloat16() if mixed else None
         leaves |= {} if copy_S is None else self._flat.leaves(copy_S)
         working = {name: nn.Parameter(leaf) for name, leaf in leaves.items()}
-        self._working, self._leaves = Joined(shape, working), list(working.values())
+        product = linear8 if settings.fp8 == "on" else F.linear
+        self._working, self._leaves = Joined(shape, working, product), list(working.values())
         self.gradients = self._flat.gradients_P
         self._summed = list(self._flat.leaves(self.gradients).values())
         # Head products run in the compute format; the loss itself is float32 or wider.
@@ -136,12 +140,16 @@ class DrafterStep:
         self.optimizer = Optimizer(self._flat, settings, copy_S=copy_S, one_pass=policy != "eager", alarm=alarm)
         self._sparse = policy != "eager" and self.device.type == "cuda" and fits_tiles(C, A, B)
         self._forward: Callable[[Visibility, Turns], Tensor] = self._hidden
+        self._head: Tensor | FrozenHead8 = self.ends.head_VH
         self._head_loss: Callable[..., HeadLoss] = head_loss
         if policy != "eager":
             self._forward = OneShape(
                 self._hidden, instead=lambda _, turns: self._hidden(self._dense(), turns), alarm=alarm
             )
             self._head_loss = OneShape(head_loss, instead=head_loss, alarm=alarm)
+            if has_kernel(self.ends.head_VH):
+                self._head_loss = fused_head_loss
+                self._head = head_in_fp8(self.ends.head_VH) if settings.fp8 == "on" else self._head
         self._micro: Callable[[], None] = self._run_micro
         self._update: Callable[[], None] = self._run_update
 
@@ -275,7 +283,7 @@ class DrafterStep:
         # Slot 0 is known; dropping it saves its share of the head's work.
         loss, hits_N, grad_NH = frozen_head_loss(
             hidden_NH.detach(),
-            self.ends.head_VH,
+            self._head,
             own.labels_AB[:, 1:].flatten(),
             weights_AB[:, 1:].flatten(),
             logits_bytes=self.settings.logits_mib << 20,

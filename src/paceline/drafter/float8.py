@@ -1,0 +1,137 @@
+"""Products of training in fp8: forward, the input's gradient and the weight's, with operands in e4m3.
+
+Each operand has a scale a row of the product, so e4m3 has to span one row's entries and not a tensor's, gradients
+included: what e5m2 gives up a bit of precision for is not needed. Scales are powers of two, so scaling a value is
+exact unless it underflows, and a value that is scaled twice is rounded once.
+
+What a product sums over differs between the three, and a scale may not vary along it. Instead of quantizing the same
+matrix along its rows and along its columns, for which bfloat16 would be read four times, a matrix is quantized once and
+its bytes are transposed. The scale that then varies along the sum goes into the other operand before it is quantized:
+
+    y  = (x8 · w8ᵀ) s wᵀ                     x = s x8 with s a token, W = w w8 with w an output
+    dx = (g8 · w8) u                         dy wᵀ = u g8 with u a token: quantized once, used twice
+    dW = (g8ᵀ · z8) f / w                    s u x8 = z8 f with f an input: bytes again, scaled anew
+
+Shapes: T tokens, N outputs, K inputs, R and I rows and inner length of an operand.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from paceline.config import DrafterSettings, TrainSettings
+from paceline.records import UserError
+
+E4M3 = torch.float8_e4m3fn
+_TILE = 16  # entries: what torch._scaled_mm wants lengths to be multiples of
+# The smallest scales; below them values underflow. A row of zeros has the smallest one.
+_LEAST = 2.0**-100
+# Of a weight's output, because its gradient is divided by it: the output's gradients must not underflow beside others.
+# With 448 times this, 4e-4, an output is still of full precision.
+_LEAST_WEIGHT = 2.0**-20
+# Floats as whole numbers: of a largest value 2^e m, 1 <= m < 2, the scale is 2^(e-8), or twice that where m > 1.75,
+# for e4m3 ends at 448 = 1.75 * 2^8.
+_ABOVE_MANTISSA, _EXPONENT, _OF_LARGEST = 0x1FFFFF, 0x7F800000, 2.0**-8
+
+
+def linear8(x: Float[Tensor, "*T K"], weight_NK: Float[Tensor, "N K"]) -> Float[Tensor, "*T N"]:
+    """Return x times the transposed weight, as forward and backward compute it in fp8, in x's format.
+
+    Tokens, inputs and outputs must be multiples of 16 in number (`check_sizes`). Backward keeps one byte an entry of x
+    and of the weight. On a GPU x is bfloat16, which is what the products give.
+    """
+    y_TN = _Linear8.apply(x.flatten(0, -2), weight_NK)
+    return y_TN.unflatten(0, x.shape[:-1])
+
+
+class _Linear8(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TK: Tensor, weight_NK: Tensor) -> Tensor:
+        x8_TK, s_T1 = quantize(x_TK)
+        w8_NK, w_N1 = quantize(weight_NK, least=_LEAST_WEIGHT)
+        # Transposed here, so that it is these bytes that are kept and not what they could be made of again.
+        ctx.save_for_backward(transposed(x8_TK), s_T1, transposed(w8_NK), w_N1)
+        return _product(x8_TK, s_T1, w8_NK, w_N1, x_TK.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor, Tensor]:
+        x8_KT, s_T1, w8_KN, w_N1 = ctx.saved_tensors
+        g8_TN, u_T1 = quantize(dy_TN * w_N1.t())
+        dx_TK = _product(g8_TN, u_T1, w8_KN, torch.ones_like(w8_KN[:, :1], dtype=torch.float32), dy_TN.dtype)
+        z8_KT, f_K1 = quantize(x8_KT.float() * (s_T1 * u_T1).t())
+        dw_NK = _product(transposed(g8_TN), 1 / w_N1, z8_KT, f_K1, dy_TN.dtype)
+        return dx_TK, dw_NK
+
+
+def quantize(x_RI: Tensor, *, least: float = _LEAST) -> tuple[Tensor, Tensor]:
+    """Return x in e4m3 and the scale [R, 1] of each row, a power of two, by which it must be multiplied to be x again.
+
+    A row that holds what is not finite becomes not finite altogether.
+    """
+    wide_RI = x_RI.float()
+    bits_R1 = wide_RI.abs().amax(-1, keepdim=True).view(torch.int32)
+    scale_R1 = ((bits_R1 + _ABOVE_MANTISSA) & _EXPONENT).view(torch.float32) * _OF_LARGEST
+    scale_R1 = scale_R1.clamp_min(least)
+    return (wide_RI / scale_R1).to(E4M3), scale_R1
+
+
+def _product(a_RI: Tensor, a_R1: Tensor, b_CI: Tensor, b_C1: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return (a times the transposed b), each row times its scale: [R, C], rounded to bfloat16 on the way."""
+    made_RC = torch._scaled_mm(
+        a_RI,
+        b_CI.t(),
+        scale_a=a_R1,
+        scale_b=b_C1.t(),
+        out_dtype=torch.bfloat16,
+        use_fast_accum=True,  # what the row-wise kernels are made for on Hopper
+    )
+    return made_RC.to(dtype)
+
+
+@torch.library.custom_op("paceline::transposed", mutates_args=(), schema="(Tensor x) -> Tensor")
+def transposed(x: Tensor) -> Tensor:
+    """Return a matrix of bytes transposed and contiguous.
+
+    An operator of its own, so that the compiler neither makes it part of the kernel that quantizes, which would write a
+    byte here and there, nor computes it again in backward.
+    """
+    if x.device.type != "cuda":
+        return x.view(torch.uint8).t().contiguous().view(x.dtype)
+    from paceline.drafter.transpose import transpose_bytes  # Triton comes with torch for GPUs alone
+
+    return transpose_bytes(x.view(torch.uint8)).view(x.dtype)
+
+
+@transposed.register_fake
+def _(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape[1], x.shape[0])
+
+
+def product_sizes(drafter: DrafterSettings, train: TrainSettings, hidden_size: int) -> dict[str, int]:
+    """Return the sizes of the products of a drafter's step by the names that a person knows them by."""
+    return {
+        "the target's hidden size": hidden_size,
+        "drafter.heads × head_dim": drafter.heads * drafter.head_dim,
+        "drafter.kv_heads × head_dim": drafter.kv_heads * drafter.head_dim,
+        "drafter.intermediate_size": drafter.intermediate_size,
+        "train.context_slots": train.context_slots,
+        "train.anchor_slots × (drafter.block_size - 1)": train.anchor_slots * (drafter.block_size - 1),
+        "train.anchor_slots × drafter.block_size": train.anchor_slots * drafter.block_size,
+    }
+
+
+def check_sizes(sizes: Mapping[str, int]) -> None:
+    """Refuse sizes of a step that products in fp8 do not take; `sizes` has them by the name that a person knows.
+
+    Raises:
+        UserError: the first that is no multiple of 16.
+    """
+    for name, size in sizes.items():
+        if size % _TILE:
+            raise UserError(
+                f"With train.fp8: on, {name} must be a multiple of {_TILE}, got {size:,}. Change it, or set train.fp8 "
+                "to off."
+            )

@@ -1,0 +1,117 @@
+"""The frozen head's loss with a Triton kernel between its two products, in bfloat16 or with both products in fp8.
+
+In fp8 hidden states are quantized row by row, and so is the gradient of the logits, by a bound that the kernel knows
+before it writes it. The second product sums over the vocabulary, so the scales of the head's rows do not come out of
+it: the kernel multiplies them into the gradient first. They are powers of two, which makes that exact.
+
+Shapes: R rows, H width, V vocabulary, W = V rounded up to what the fp8 product takes.
+"""
+
+import importlib.util
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from paceline.records import UserError
+
+_E4M3 = torch.float8_e4m3fn
+_LARGEST = torch.finfo(_E4M3).max
+_TILE = 16  # entries: what the fp8 product wants sizes to be multiples of
+_SLAB = 8192  # rows that are quantized at a time
+# Tensor cores add e4m3 products in about 14 bits. That does for the width of hidden states, but small entries of a sum
+# over a vocabulary would be lost behind the label's, so the second product adds in float32.
+_FAST_SUM_OVER_WIDTH, _FAST_SUM_OVER_VOCABULARY = True, False
+
+
+class FrozenHead8(NamedTuple):
+    """A head in e4m3, once for each product, made by `head_in_fp8`. Rows behind the vocabulary are 0."""
+
+    weight_WH: Tensor  # e4m3
+    turned_HW: Tensor  # the same numbers as the second product reads them
+    scale_1W: Tensor  # float32: what the rows are to be multiplied by, powers of two
+    steps_W: Tensor  # the scales in bfloat16, which holds them exactly
+    ones_1H: Tensor  # float32: the second product wants scales, too
+    largest_step: float
+    vocab: int
+
+
+def head_in_fp8(head_VH: Float[Tensor, "V H"]) -> FrozenHead8:
+    """Quantize a head, each row with a scale of its own; waits for the device.
+
+    Raises:
+        UserError: the fp8 product does not take its width.
+    """
+    V, H = head_VH.shape
+    if H % _TILE:
+        raise UserError(
+            f"A head in fp8 must have a width that is a multiple of {_TILE}, got {H} from the target: set train.fp8 to "
+            "off."
+        )
+    W = -(-V // _TILE) * _TILE
+    largest_V = head_VH.abs().amax(1).float() / _LARGEST
+    scale_W = torch.ones(W, device=head_VH.device)
+    scale_W[:V] = torch.ldexp(scale_W[:V], torch.frexp(largest_V).exponent)
+    weight_WH = torch.zeros(W, H, dtype=_E4M3, device=head_VH.device)
+    for at in range(0, V, _SLAB):
+        part = slice(at, min(V, at + _SLAB))
+        weight_WH[part] = (head_VH[part].float() / scale_W[part, None]).to(_E4M3)
+    return FrozenHead8(
+        weight_WH=weight_WH,
+        turned_HW=weight_WH.view(torch.uint8).t().contiguous().view(_E4M3),
+        scale_1W=scale_W[None],
+        steps_W=scale_W.bfloat16(),
+        ones_1H=torch.ones(1, H, device=head_VH.device),
+        largest_step=float(scale_W[:V].max()),
+        vocab=V,
+    )
+
+
+def has_kernel(head_VH: Tensor) -> bool:
+    """Return whether `fused_head_loss` takes a head that is not in fp8: in bfloat16, on a GPU, where Triton is."""
+    there = head_VH.device.type == "cuda" and importlib.util.find_spec("triton") is not None
+    return there and head_VH.dtype == torch.bfloat16
+
+
+@torch.no_grad()
+def fused_head_loss(
+    hidden_RH: Float[Tensor, "R H"],
+    head: Tensor | FrozenHead8,
+    labels_R: Int[Tensor, " R"],
+    weights_R: Float[Tensor, " R"],
+    cap: float = 0.0,
+) -> tuple[Float[Tensor, ""], Bool[Tensor, " R"], Float[Tensor, "R H"]]:
+    """Return what `loss.head_loss` does, for a bfloat16 head or one in fp8 on a GPU with Triton.
+
+    Different is that a row of weight 0 is no hit, and that of logits which a soft cap makes equal the larger one is the
+    best. Nothing here is compiled by torch, and nothing waits for the device, so it can be captured.
+    """
+    # Where there is no GPU there may be no Triton.
+    from paceline.drafter.head_kernel import gradient_in_e4m3, gradient_in_place, quantize_rows
+
+    if not isinstance(head, FrozenHead8):
+        logits_RV = hidden_RH.to(head.dtype) @ head.T
+        losses_R, hits_R = gradient_in_place(logits_RV, labels_R, weights_R, cap)
+        return losses_R.sum(), hits_R, (logits_RV @ head).to(hidden_RH.dtype)
+    quantized_RH, scale_R1 = quantize_rows(hidden_RH)
+    logits_RW = torch._scaled_mm(
+        quantized_RH,
+        head.weight_WH.t(),
+        scale_a=scale_R1,
+        scale_b=head.scale_1W,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=_FAST_SUM_OVER_WIDTH,
+    )
+    losses_R, hits_R, grad_RW, scale_R1 = gradient_in_e4m3(
+        logits_RW, labels_R, weights_R, cap, steps_W=head.steps_W, largest_step=head.largest_step, vocab=head.vocab
+    )
+    grad_RH = torch._scaled_mm(
+        grad_RW,
+        head.turned_HW.t(),
+        scale_a=scale_R1,
+        scale_b=head.ones_1H,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=_FAST_SUM_OVER_VOCABULARY,
+    )
+    return losses_R.sum(), hits_R, grad_RH.to(hidden_RH.dtype)

@@ -1,0 +1,92 @@
+"""Products of training in fp8 on a CUDA device: against float64 at a run's shapes, and in a captured step."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.bench.features import feature_batches
+from paceline.bench.shapes import SHAPES
+from paceline.bench.weights import random_drafter, random_ends
+from paceline.drafter.float8 import linear8, transposed
+from paceline.runtime.compiling import Policy, forbid_recompiles, warm_compiler
+from paceline.train.step import DrafterStep
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("traceable")]
+
+DEVICE = torch.device("cuda:0")
+E4M3 = torch.float8_e4m3fn
+
+
+@pytest.fixture(autouse=True)
+def new_enough() -> None:
+    if torch.cuda.get_device_capability(DEVICE) < (8, 9):
+        pytest.skip("no fp8 products here")
+
+
+def off(found: Tensor, wanted: Tensor) -> float:
+    return ((found.double() - wanted).norm() / wanted.norm()).item()
+
+
+@pytest.mark.parametrize("size", [(128, 256), (96, 208), (16, 4112), (6144, 20480)])
+def test_bytes_are_transposed(size: tuple[int, int]) -> None:
+    values = torch.randint(0, 256, size, dtype=torch.uint8, device=DEVICE)
+    turned = transposed(values.view(E4M3))
+    assert turned.is_contiguous()
+    assert turned.dtype == E4M3
+    assert torch.equal(turned.view(torch.uint8), values.t())
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("size", [(16384, 1024, 1536), (128, 64, 48)])
+def test_a_product_and_its_gradients_are_near_those_of_float64(size: tuple[int, int, int], compiled: bool) -> None:
+    T, K, N = size
+    generator = torch.Generator(DEVICE).manual_seed(1)
+
+    def drawn(*sizes: int) -> Tensor:
+        spread = torch.randn(sizes[0], 1, generator=generator, device=DEVICE).exp()
+        return (torch.randn(sizes, generator=generator, device=DEVICE) * spread).bfloat16()
+
+    x, weight, dy = drawn(T, K), drawn(N, K) * 0.02, drawn(T, N) * 1e-4
+    leaves = [x.requires_grad_(), weight.detach().requires_grad_()]
+    call = torch.compile(linear8, fullgraph=True, dynamic=False) if compiled else linear8
+    y = call(*leaves)
+    found = [y, *torch.autograd.grad(y, leaves, dy)]
+    x, weight, dy = (tensor.detach().double() for tensor in (*leaves, dy))
+    for name, own, truth in zip(("y", "dx", "dW"), found, (x @ weight.T, dy @ weight, dy.T @ x), strict=True):
+        # 3.7 % follow from e4m3 alone; the tensor cores' own sums over 16,384 tokens may add some.
+        assert off(own, truth) <= 0.05, name
+
+
+def losses(policy: Policy, fp8: str, steps: int = 24) -> list[float]:
+    shape = SHAPES["small"]
+    warm_compiler("cuda:0")
+
+    def body() -> list[float]:
+        torch.cuda.set_device(DEVICE)
+        settings = shape.train_settings("bfloat16").model_copy(update={"fp8": fp8})
+        ends = random_ends(shape, DEVICE, torch.bfloat16)
+        step = DrafterStep(random_drafter(shape, DEVICE), ends, settings, policy=policy)
+        step.warm()
+        batches, found = feature_batches(shape, DEVICE, torch.bfloat16), []
+        with forbid_recompiles():
+            for index in range(steps):
+                step.load(batches[index % 2])
+                step.micro()
+                step.update(3e-4)
+                found.append((step.micro_sums[0] / step.micro_sums[1]).item())
+                step.clear()
+        assert step.recompiles == 0
+        return found
+
+    with ThreadPoolExecutor(1, thread_name_prefix="drafter rank 0") as pool:
+        return pool.submit(body).result()
+
+
+def test_a_captured_step_learns_as_in_bfloat16() -> None:
+    plain, eight = losses("captured", "off"), losses("captured", "on")
+    assert eight[0] == pytest.approx(plain[0], rel=5e-3)
+    assert plain[-1] < 0.8 * plain[0], "nothing was learnt: the comparison says nothing"
+    assert sum(eight[-6:]) == pytest.approx(sum(plain[-6:]), rel=0.05)
+    assert eight != plain
