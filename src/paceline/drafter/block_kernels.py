@@ -184,25 +184,38 @@ def _forward(
 @no_type_check
 @triton.jit
 def _gather_dq(
-    dq_RE, q_RE, grad_RE, lse_R, delta_R, k, v, k_slot, v_slot, low_R, high_R, count, first, left, inner_behind, scale2,
+    dq_RE, dp_RK, q_RE, grad_RE, lse_R, delta_R, k, v, k_slot, v_slot, low_R, high_R,
+    count, first, left, inner_behind, then, scale2,
     WIDTH: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
+    """Go on with `count` tiles of keys, and leave grad * v of tile `then`.
+
+    That product is a tile ahead: the tensor cores are busy with it while exponentials are taken of the scores.
+    """
     place_K = tl.arange(0, KEYS)
     place_E = tl.arange(0, WIDTH)
     for step in range(count):
         tile = first + step
         if MASKED:
             tile = tl.where(step < left, tile, inner_behind + step - left)
+        ahead = step + 1
+        next_tile = first + ahead
+        if MASKED:
+            next_tile = tl.where(ahead < left, next_tile, inner_behind + ahead - left)
+        next_tile = tl.where(ahead < count, next_tile, then)
         key_K = tile * KEYS + place_K
         k_KE = tl.load(k + key_K[:, None] * k_slot + place_E[None, :])
-        v_KE = tl.load(v + key_K[:, None] * v_slot + place_E[None, :])
-        p_RK = tl.exp2(tl.dot(q_RE, tl.trans(k_KE)) * scale2 - lse_R[:, None])
+        v_KE = tl.load(v + (next_tile * KEYS + place_K)[:, None] * v_slot + place_E[None, :])
+        score_RK = tl.dot(q_RE, tl.trans(k_KE))
+        next_dp_RK = tl.dot(grad_RE, tl.trans(v_KE))
+        p_RK = tl.exp2(score_RK * scale2 - lse_R[:, None])
         if MASKED:
             seen_RK = (key_K[None, :] >= low_R[:, None]) & (key_K[None, :] < high_R[:, None])
             p_RK = tl.where(seen_RK, p_RK, 0.0)
-        dscore_RK = p_RK * (tl.dot(grad_RE, tl.trans(v_KE)) - delta_R[:, None])
+        dscore_RK = p_RK * (dp_RK - delta_R[:, None])
         dq_RE = tl.dot(dscore_RK.to(k_KE.dtype), k_KE, dq_RE)
-    return dq_RE
+        dp_RK = next_dp_RK
+    return dq_RE, dp_RK
 
 
 @no_type_check
@@ -253,13 +266,17 @@ def _backward_queries(
     low_R = tl.load(start + query_R // SLOTS)
     high_R = tl.load(anchor + query_R // SLOTS)
     left = inner_first - first
-    dq_RE = _gather_dq(
-        dq_RE, q_RE, grad_RE, lse_R, delta_R, k, v, k_slot, v_slot, low_R, high_R,
-        left + behind - inner_behind, first, left, inner_behind, scale2, WIDTH, KEYS, True,
+    right = behind - inner_behind
+    tile_K = tl.where(left > 0, first, tl.where(right > 0, inner_behind, inner_first)) * KEYS + tl.arange(0, KEYS)
+    v_KE = tl.load(v + tile_K[:, None] * v_slot + place_E[None, :])
+    dp_RK = tl.dot(grad_RE, tl.trans(v_KE))
+    dq_RE, dp_RK = _gather_dq(
+        dq_RE, dp_RK, q_RE, grad_RE, lse_R, delta_R, k, v, k_slot, v_slot, low_R, high_R,
+        left + right, first, left, inner_behind, inner_first, scale2, WIDTH, KEYS, True,
     )  # fmt: skip
-    dq_RE = _gather_dq(
-        dq_RE, q_RE, grad_RE, lse_R, delta_R, k, v, k_slot, v_slot, low_R, high_R,
-        inner_behind - inner_first, inner_first, left, inner_behind, scale2, WIDTH, KEYS, False,
+    dq_RE, dp_RK = _gather_dq(
+        dq_RE, dp_RK, q_RE, grad_RE, lse_R, delta_R, k, v, k_slot, v_slot, low_R, high_R,
+        inner_behind - inner_first, inner_first, left, inner_behind, inner_first, scale2, WIDTH, KEYS, False,
     )  # fmt: skip
     to_RE = dq + (head_R * dq_head + query_R * dq_slot)[:, None] + place_E[None, :]
     tl.store(to_RE, (dq_RE * scale).to(dq.dtype.element_ty))
@@ -286,14 +303,16 @@ def _gather_dkv(
         grad_RE = tl.load(grad + (head_R * grad_head + query_R * grad_slot)[:, None] + place_E[None, :])
         lse_R = tl.load(lse + tile * ROWS + row_R)
         delta_R = tl.load(delta + tile * ROWS + row_R)
-        p_KR = tl.exp2(tl.dot(k_KE, tl.trans(q_RE)) * scale2 - lse_R[None, :])
+        score_KR = tl.dot(k_KE, tl.trans(q_RE))
+        dp_KR = tl.dot(v_KE, tl.trans(grad_RE))
+        p_KR = tl.exp2(score_KR * scale2 - lse_R[None, :])
         if MASKED:
             low_R = tl.load(start + query_R // SLOTS)
             high_R = tl.load(anchor + query_R // SLOTS)
             seen_KR = (key_K[:, None] >= low_R[None, :]) & (key_K[:, None] < high_R[None, :])
             p_KR = tl.where(seen_KR, p_KR, 0.0)
         dv_KE = tl.dot(p_KR.to(grad_RE.dtype), grad_RE, dv_KE)
-        dscore_KR = p_KR * (tl.dot(v_KE, tl.trans(grad_RE)) - delta_R[None, :])
+        dscore_KR = p_KR * (dp_KR - delta_R[None, :])  # while the tensor cores work on dv
         dk_KE = tl.dot(dscore_KR.to(q_RE.dtype), q_RE, dk_KE)
     return dk_KE, dv_KE
 
