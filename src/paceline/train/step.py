@@ -14,6 +14,7 @@ Shapes: C context slots, A anchors, B block slots, D = m * H feature width, Q = 
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -150,7 +151,10 @@ class DrafterStep:
             if has_kernel(self.ends.head_VH):
                 self._head_loss = fused_head_loss
                 self._head = head_in_fp8(self.ends.head_VH) if settings.fp8 == "on" else self._head
-        self._micro: Callable[[], None] = self._run_micro
+        # A step's first micro-batch writes gradients, those after it add theirs: it saves clearing and reading them.
+        self._first: Callable[[], None] = partial(self._run_micro, torch._foreach_copy_)
+        self._more: Callable[[], None] = partial(self._run_micro, torch._foreach_add_)
+        self._is_clear = True
         self._update: Callable[[], None] = self._run_update
 
     @property
@@ -184,7 +188,9 @@ class DrafterStep:
 
     def micro(self) -> None:
         """Run forward, loss and backward on the loaded micro-batch and add to gradients and sums."""
-        self._micro()
+        run = self._first if self._is_clear else self._more
+        self._is_clear = False
+        run()
 
     def look(self, tokens: TokenBatch) -> "Look":
         """Return what can be said of the micro-batch that was loaded and run last, without waiting for the device."""
@@ -209,24 +215,26 @@ class DrafterStep:
         """Compile and capture at the one shape with every slot masked; nothing stays changed. Run this alone."""
         self.clear()
         self.apply.zero_()
-        self._run_micro()  # compiles; without a compiler, a rehearsal of the memory
-        self._run_update()
+        self._first()  # compiles; without a compiler, a rehearsal of the memory
+        self._update()
         if self.policy == "captured":
             pool = new_pool(self.device)
-            self._micro = Captured(self._run_micro, pool=pool)
-            self._update = Captured(self._run_update, pool=pool)
+            self._first, self._more = Captured(self._first, pool=pool), Captured(self._more, pool=pool)
+            self._update = Captured(self._update, pool=pool)
         self.apply.fill_(1)
         self.clear()
 
     def clear(self) -> None:
         """Forget gradients, sums and counts, as before a step's first micro-batch."""
-        self.gradients.zero_()
+        self._is_clear = True
         self.sums.zero_()
         self.prefixes.zero_()
         self.counts_5.zero_()
 
     def shared(self) -> list[Tensor]:
         """Return what ranks sum before an update."""
+        if self._is_clear:  # this rank had no micro-batch of the step
+            self.gradients.zero_()
         return [self.gradients, self.sums, self.prefixes, self.counts_5]
 
     def report(self, closing: TokenBatch, lr: float) -> StepReport:
@@ -276,7 +284,7 @@ class DrafterStep:
             raise RunError(f"A checkpoint must hold this drafter's state, but it lacks {next(iter(left))}.")
         self.optimizer.refresh()
 
-    def _run_micro(self) -> None:
+    def _run_micro(self, put: Callable[[list[Tensor], list[Tensor]], object]) -> None:
         own = self.buffers
         weights_AB = own.valid_AB * self.weights_B
         hidden_NH = self._forward(self._visibility(), self._turns())
@@ -291,7 +299,7 @@ class DrafterStep:
             chunk=self._head_loss,
         )
         gradients = torch.autograd.grad(hidden_NH, self._leaves, grad_NH)
-        torch._foreach_add_(self._summed, gradients)
+        put(self._summed, list(gradients))
         valid_AK = own.valid_AB[:, 1:]
         right_AK = hits_N.view_as(valid_AK) & valid_AK
         self.micro_sums.copy_(torch.stack([loss.double(), weights_AB.sum()]))
