@@ -300,7 +300,10 @@ class DrafterStep:
             chunk=self._head_loss,
         )
         gradients = torch.autograd.grad(hidden_NH, self._leaves, grad_NH)
-        (torch._foreach_copy_ if first else torch._foreach_add_)(self._summed, gradients)
+        collect = torch._foreach_copy_ if first else torch._foreach_add_
+        matrices = sum(leaf.ndim > 1 for leaf in self._leaves)
+        for part in (slice(matrices), slice(matrices, None)):  # of one format each: torch is slow with a mixture
+            collect(self._summed[part], gradients[part])
         valid_AK = own.valid_AB[:, 1:]
         right_AK = hits_N.view_as(valid_AK) & valid_AK
         self.micro_sums.copy_(torch.stack([loss.double(), weights_AB.sum()]))
