@@ -141,7 +141,8 @@ class Joined(nn.Module):
         C = len(k) - len(q)
         q_QNE, k_KME = _turned(q, cos_K1E[C:], sin_K1E[C:]), _turned(k, cos_K1E, sin_K1E)
         # Heads stay the inner axis in memory, as the products write and read them.
-        out_1NQE = attend(*(rows.transpose(0, 1)[None] for rows in (q_QNE, k_KME, v)), visibility)
+        q, k, v = (rows.transpose(0, 1)[None] for rows in (q_QNE, k_KME, v))
+        out_1NQE = attend(q, k, v, visibility)
         return out_1NQE[0].transpose(0, 1).flatten(1)
 
     def _mlp(self, layer: JoinedLayer, x_QH: Tensor) -> Tensor:

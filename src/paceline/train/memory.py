@@ -27,8 +27,8 @@ The step's peak is that of one of four phases, all but the last of which also ho
   whose context's parts are summed there;
 - update: AdamW needs nothing, Muon copies of the matrices of a shape.
 
-Shapes: C context slots, A anchors, B block slots, Q = A * B, K = C + Q, U distinct inputs of slots, H width, F width of the MLP, N heads, M
-key/value heads, E head width, L layers, V vocabulary.
+Shapes: C context slots, A anchors, B block slots, Q = A * B, K = C + Q, U distinct inputs of slots, H width, F width of
+the MLP, N heads, M key/value heads, E head width, L layers, V vocabulary.
 """
 
 import math
@@ -48,8 +48,8 @@ Phase = Literal["loss", "backward", "gradients", "update"]
 # Constants that no shape gives; `benchmarks/step_memory.py` holds the whole estimate against a GPU.
 _WORKSPACE = 96 << 20  # bytes: cuBLAS keeps 32 MiB (Hopper) for each thread and stream: forward, backward, capture
 # Share of the free memory that a step can use: torch reserves more than it allocates, for gaps between blocks and for
-# what CUDA graphs keep. On an H200 the 8B shape, 45.8 GiB by an earlier estimate, reserved 47.5 GiB when compiled (0.96) and
-# 49.4 GiB in the step's benchmark (0.93, with 0.5 GiB of features beside it).
+# what CUDA graphs keep. On an H200 the 8B shape, then 45.8 GiB by the estimate, reserved 47.5 GiB when compiled (0.96)
+# and 49.4 GiB in the step's benchmark (0.93, with 0.5 GiB of features beside it).
 _USABLE = 0.92
 _LEAST_LOGITS_MIB = 64  # of train.logits_mib that is advised: with fewer rows the head's products slow down
 
@@ -256,7 +256,7 @@ def _activations(drafter: DrafterSettings, C: int, A: int, H: int, wire: int) ->
 
 
 def _context_gradients(drafter: DrafterSettings, C: int, A: int, H: int, wire: int) -> int:
-    """Return what is left at the end of backward beside the weights' gradients: the products' inputs', and their sum."""
+    """Return what is left at the end of backward beside the weights' gradients: those of the products' inputs."""
     return wire * H * (drafter.layers * (C + A * drafter.block_size) + 2 * C)
 
 

@@ -14,6 +14,7 @@ Shapes: C context slots, A anchors, B block slots, D = m * H feature width, Q = 
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -150,7 +151,9 @@ class DrafterStep:
             if has_kernel(self.ends.head_VH):
                 self._head_loss = fused_head_loss
                 self._head = head_in_fp8(self.ends.head_VH) if settings.fp8 == "on" else self._head
-        self._micro: Callable[[], None] = self._run_micro
+        # By whether it is the first of a step, which writes its gradients where the others add: nothing is cleared.
+        self._micro: Callable[[bool], None] = self._run_micro
+        self._first = True
         self._update: Callable[[], None] = self._run_update
 
     @property
@@ -184,7 +187,8 @@ class DrafterStep:
 
     def micro(self) -> None:
         """Run forward, loss and backward on the loaded micro-batch and add to gradients and sums."""
-        self._micro()
+        self._micro(self._first)
+        self._first = False
 
     def look(self, tokens: TokenBatch) -> "Look":
         """Return what can be said of the micro-batch that was loaded and run last, without waiting for the device."""
@@ -209,24 +213,29 @@ class DrafterStep:
         """Compile and capture at the one shape with every slot masked; nothing stays changed. Run this alone."""
         self.clear()
         self.apply.zero_()
-        self._run_micro()  # compiles; without a compiler, a rehearsal of the memory
+        self._run_micro(first=True)  # compiles; without a compiler, a rehearsal of the memory
         self._run_update()
         if self.policy == "captured":
             pool = new_pool(self.device)
-            self._micro = Captured(self._run_micro, pool=pool)
+            # Nothing in the pool outlives a replay, so that only one of two is replayed does no harm.
+            graphs = {first: Captured(partial(self._run_micro, first), pool=pool) for first in (True, False)}
+            self._micro = lambda first: graphs[first]()
             self._update = Captured(self._run_update, pool=pool)
         self.apply.fill_(1)
         self.clear()
 
     def clear(self) -> None:
-        """Forget gradients, sums and counts, as before a step's first micro-batch."""
-        self.gradients.zero_()
+        """Forget gradients, sums and counts, as before a step's first micro-batch, which then overwrites gradients."""
+        self._first = True
         self.sums.zero_()
         self.prefixes.zero_()
         self.counts_5.zero_()
 
     def shared(self) -> list[Tensor]:
-        """Return what ranks sum before an update."""
+        """Return what ranks sum before an update; one without a micro-batch in this step adds nothing."""
+        if self._first:
+            self.gradients.zero_()
+            self._first = False
         return [self.gradients, self.sums, self.prefixes, self.counts_5]
 
     def report(self, closing: TokenBatch, lr: float) -> StepReport:
@@ -276,7 +285,7 @@ class DrafterStep:
             raise RunError(f"A checkpoint must hold this drafter's state, but it lacks {next(iter(left))}.")
         self.optimizer.refresh()
 
-    def _run_micro(self) -> None:
+    def _run_micro(self, first: bool) -> None:
         own = self.buffers
         weights_AB = own.valid_AB * self.weights_B
         hidden_NH = self._forward(self._visibility(), self._turns())
@@ -291,7 +300,7 @@ class DrafterStep:
             chunk=self._head_loss,
         )
         gradients = torch.autograd.grad(hidden_NH, self._leaves, grad_NH)
-        torch._foreach_add_(self._summed, gradients)
+        (torch._foreach_copy_ if first else torch._foreach_add_)(self._summed, gradients)
         valid_AK = own.valid_AB[:, 1:]
         right_AK = hits_N.view_as(valid_AK) & valid_AK
         self.micro_sums.copy_(torch.stack([loss.double(), weights_AB.sum()]))
