@@ -216,17 +216,22 @@ class DrafterStep:
         self.apply.zero_()
         self._run_micro()  # compiles; without a compiler, a rehearsal of the memory
         self._run_update()
-        if self.policy != "eager":
-            self._check()
+        told_2 = self._check() if self.policy != "eager" else None
         if self.policy == "captured":
             pool = new_pool(self.device)
             self._micro = Captured(self._run_micro, pool=pool)
             self._update = Captured(self._run_update, pool=pool)
+            self._check_again(told_2)
+        for buffer in check.BUFFERS:
+            getattr(self.buffers, buffer).zero_()
         self.apply.fill_(1)
         self.clear()
 
-    def _check(self) -> None:
-        """Hold the compiled step against plain code (see `check`); buffers and sums are empty afterwards."""
+    def _check(self) -> Tensor:
+        """Hold the compiled step against plain code (see `check`); return its loss and its gradient's norm.
+
+        The buffers still hold what was checked.
+        """
         fp8, own = self.settings.fp8 == "on", self.buffers
         bounds = check.BOUNDS["fp8" if fp8 else self.settings.dtype]
         made = check.best_labels(self.drafter, self.ends, check.contents(own, len(self.ends.head_VH)), self.weights_B)
@@ -249,10 +254,21 @@ class DrafterStep:
             "the gradient": (whole, bounds.gradients),
             f"the gradient of {weight}": (one, bounds.gradient),
         }
-        for buffer in check.BUFFERS:
-            getattr(own, buffer).zero_()
-        self.clear()
         check.hold(found, device=self.device, fp8=fp8)
+        return self._told()
+
+    def _check_again(self, told_2: Tensor) -> None:
+        """Hold the captured step against the compiled one on the same contents."""
+        self.clear()
+        self._micro()
+        loss, gradient = (self._told() / told_2 - 1).abs().tolist()
+        fp8 = self.settings.fp8 == "on"
+        bounds = check.BOUNDS["fp8" if fp8 else self.settings.dtype]
+        found = {"a replay's loss": (loss, bounds.loss), "a replay's gradient": (gradient, bounds.gradients)}
+        check.hold(found, device=self.device, fp8=fp8)
+
+    def _told(self) -> Tensor:
+        return torch.stack([self.micro_sums[0], torch.linalg.vector_norm(self.gradients).double()])
 
     def clear(self) -> None:
         """Forget gradients, sums and counts, as before a step's first micro-batch."""
@@ -352,7 +368,7 @@ class DrafterStep:
     def _visibility(self) -> Visibility:
         own = self.buffers
         if self._sparse:
-            dtype = self._working.fc.weight.dtype
+            dtype = self._working.fc.dtype
             return block_sparse(own.start_A, own.anchor_A, len(own.positions_C), self.drafter.settings, dtype)
         return self._dense()
 
