@@ -33,6 +33,7 @@ from paceline.drafter.model import Drafter
 from paceline.records import FeatureBatch, RunError, StepReport, Suspect, TokenBatch
 from paceline.runtime.capture import Captured, new_pool
 from paceline.runtime.compiling import OneShape, Policy
+from paceline.train import check
 from paceline.train.flat import Flat
 from paceline.train.optim import Optimizer
 
@@ -210,12 +211,17 @@ class DrafterStep:
         self._update()
 
     def warm(self) -> None:
-        """Compile and capture at the one shape with every slot masked; nothing stays changed. Run this alone."""
+        """Compile and capture at the one shape with every slot masked; nothing stays changed. Run this alone.
+
+        Raises:
+            RunError: what was compiled does not compute what plain code does.
+        """
         self.clear()
         self.apply.zero_()
         for first in (True, False):  # compiles; without a compiler, a rehearsal of the memory
             self._run_micro(first)
         self._run_update()
+        told_2 = self._check() if self.policy != "eager" else None
         if self.policy == "captured":
             pool = new_pool(self.device)
             # Nothing in the pool outlives a replay, so that only one of two is replayed does no harm. A rehearsal of
@@ -224,8 +230,54 @@ class DrafterStep:
             goes_on = Captured(partial(self._run_micro, False), pool=pool, rehearsals=0)
             self._micro = lambda first: (begins if first else goes_on)()
             self._update = Captured(self._run_update, pool=pool)
+            self._check_again(told_2)
+        for buffer in check.BUFFERS:
+            getattr(self.buffers, buffer).zero_()
         self.apply.fill_(1)
         self.clear()
+
+    def _check(self) -> Tensor:
+        """Hold the compiled step against plain code (see `check`); return its loss and its gradient's norm.
+
+        The buffers still hold what was checked.
+        """
+        fp8, own = self.settings.fp8 == "on", self.buffers
+        bounds = check.BOUNDS["fp8" if fp8 else self.settings.dtype]
+        made = check.best_labels(self.drafter, self.ends, check.contents(own, len(self.ends.head_VH)), self.weights_B)
+        made.fill(own)
+        self.clear()
+        hidden_NH = self._forward(self._visibility(), self._turns()).detach()
+        hits_N = self._through_head(hidden_NH, own.valid_AB * self.weights_B)[1]
+        self._run_micro(first=True)
+        parts = self._flat.named(self.gradients)
+        plain = check.plain(self.drafter, self.ends, made, self.weights_B, bounds.hidden, parts.__getitem__)
+        of_blocks = (len(own.start_A), -1)
+        hits_n = hits_N.view(of_blocks)[made.checked_k].flatten()
+        weighed_n = made.valid_AB[made.checked_k, 1:].flatten() & plain.clear_n
+        hidden_nH = hidden_NH.view(*of_blocks, hidden_NH.shape[1])[made.checked_k].flatten(0, 1)
+        whole, weight, one = check.gradient_errors(plain.gradients)
+        found = {
+            "a hidden state": (check.hidden_error(hidden_nH, plain.hidden_nH), bounds.hidden),
+            "the loss": (abs(float(self.micro_sums[0]) / plain.loss - 1), bounds.loss),
+            "which tokens are best": (float(((hits_n != plain.hits_n) & weighed_n).double().mean()), check.HITS),
+            "the gradient": (whole, bounds.gradients),
+            f"the gradient of {weight}": (one, bounds.gradient),
+        }
+        check.hold(found, device=self.device, fp8=fp8)
+        return self._told()
+
+    def _check_again(self, told_2: Tensor) -> None:
+        """Hold the captured step against the compiled one on the same contents."""
+        self.clear()
+        self.micro()
+        loss, gradient = (self._told() / told_2 - 1).abs().tolist()
+        fp8 = self.settings.fp8 == "on"
+        bounds = check.BOUNDS["fp8" if fp8 else self.settings.dtype]
+        found = {"a replay's loss": (loss, bounds.loss), "a replay's gradient": (gradient, bounds.gradients)}
+        check.hold(found, device=self.device, fp8=fp8)
+
+    def _told(self) -> Tensor:
+        return torch.stack([self.micro_sums[0], torch.linalg.vector_norm(self.gradients).double()])
 
     def clear(self) -> None:
         """Forget gradients, sums and counts, as before a step's first micro-batch, which then overwrites gradients."""
@@ -292,16 +344,7 @@ class DrafterStep:
         own = self.buffers
         weights_AB = own.valid_AB * self.weights_B
         hidden_NH = self._forward(self._visibility(), self._turns())
-        # Slot 0 is known; dropping it saves its share of the head's work.
-        loss, hits_N, grad_NH = frozen_head_loss(
-            hidden_NH.detach(),
-            self._head,
-            own.labels_AB[:, 1:].flatten(),
-            weights_AB[:, 1:].flatten(),
-            logits_bytes=self.settings.logits_mib << 20,
-            cap=self.ends.cap,
-            chunk=self._head_loss,
-        )
+        loss, hits_N, grad_NH = self._through_head(hidden_NH.detach(), weights_AB)
         gradients = torch.autograd.grad(hidden_NH, self._leaves, grad_NH)
         collect = torch._foreach_copy_ if first else torch._foreach_add_
         matrices = sum(leaf.ndim > 1 for leaf in self._leaves)
@@ -312,6 +355,18 @@ class DrafterStep:
         self.micro_sums.copy_(torch.stack([loss.double(), weights_AB.sum()]))
         self.sums += self.micro_sums
         self.prefixes += torch.stack([m.long().cumprod(-1).sum(0) for m in (right_AK, valid_AK)])
+
+    def _through_head(self, hidden_NH: Tensor, weights_AB: Tensor) -> HeadLoss:
+        # Slot 0 is known; dropping it saves its share of the head's work.
+        return frozen_head_loss(
+            hidden_NH,
+            self._head,
+            self.buffers.labels_AB[:, 1:].flatten(),
+            weights_AB[:, 1:].flatten(),
+            logits_bytes=self.settings.logits_mib << 20,
+            cap=self.ends.cap,
+            chunk=self._head_loss,
+        )
 
     def _run_update(self) -> None:
         weight = self.sums[1].clamp_min(1e-30)
