@@ -65,6 +65,7 @@ def main() -> None:
     if asked.arm:
         _one(asked)
         return
+    _check_same(asked)
     folder = fetch_smollm2(cache_folder(), _say)
     if not (out / "dataset").exists():
         _make_dataset(asked, folder)
@@ -147,6 +148,16 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--trial", help=argparse.SUPPRESS)
     return parser.parse_args()
+
+
+def _check_same(asked: argparse.Namespace) -> None:
+    """Refuse a folder whose results were asked for otherwise."""
+    names = ("rows", "questions", "max_new_tokens", "seconds", "steps", "control", "tiny")
+    now, known = {name: getattr(asked, name) for name in names}, asked.out / "asked.json"
+    was = json.loads(known.read_text()) if known.is_file() else now
+    if was != now:
+        sys.exit(f"{asked.out} was made with {was}, and {now} is asked for: take another folder.")
+    write_whole(known, json.dumps(now) + "\n")
 
 
 def _make_dataset(asked: argparse.Namespace, folder: Path) -> None:

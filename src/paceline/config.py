@@ -160,7 +160,8 @@ class TrainSettings(Section):
     gamma: float | None = Field(None, gt=0, description="decay of slot weights, exp(-(k-1)/gamma); null: by block_size")
     dtype: DType = Field("bfloat16", description="number format of the drafter's matrix products; weights are float32")
     fp8: Literal["off", "on"] = Field(
-        "off", description="on: products of the drafter's layers in fp8 on a GPU, backward too; weights stay float32"
+        "off",
+        description="on: the drafter's products, backward too, and the head's in fp8 on a GPU; weights stay float32",
     )
     policy: Literal["auto", "eager", "compiled", "captured"] = Field(
         "auto", description="how the step runs; auto: as `paceline doctor` found possible here; captured needs a GPU"

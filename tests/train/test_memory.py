@@ -116,11 +116,13 @@ opaque.register_autograd(lambda ctx, grad, _: tuple(opaque_backward(*ctx.saved_t
 
 
 @pytest.mark.usefixtures("traceable")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_activations_are_what_the_compiled_step_keeps_for_backward(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("dtype", "fp8"), [("float32", "off"), ("bfloat16", "off"), ("bfloat16", "on")])
+def test_activations_are_what_the_compiled_step_keeps_for_backward(
+    dtype: str, fp8: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Wide enough that what is counted is not lost among masks and indices; every width another one.
     drafter = DRAFTER.model_copy(update={"head_dim": 16, "heads": 6, "intermediate_size": 160})
-    train = TRAIN.model_copy(update={"dtype": dtype, "context_slots": 1024, "anchor_slots": 96})
+    train = TRAIN.model_copy(update={"dtype": dtype, "fp8": fp8, "context_slots": 1024, "anchor_slots": 96})
     monkeypatch.setattr(joined, "attend", lambda q, k, v, visibility: opaque(q, k, v)[0])
     step = make_step(train, drafter=drafter)
     # The graphs that inductor would get, cut as for inductor, and run as they are.

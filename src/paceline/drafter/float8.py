@@ -86,7 +86,9 @@ def _product(a_RI: Tensor, a_R1: Tensor, b_CI: Tensor, b_C1: Tensor, dtype: torc
         scale_a=a_R1,
         scale_b=b_C1.t(),
         out_dtype=torch.bfloat16,
-        use_fast_accum=True,  # what the row-wise kernels are made for on Hopper
+        # Hopper then adds in some 14 bits. What that loses of a sum over 16,384 tokens, 1 to 2 %, is less than e4m3's
+        # own error, and unlike in the head's loss no entry of a sum is much larger than the others together.
+        use_fast_accum=True,
     )
     return made_RC.to(dtype)
 
@@ -102,7 +104,8 @@ def transposed(x: Tensor) -> Tensor:
         return x.view(torch.uint8).t().contiguous().view(x.dtype)
     from paceline.drafter.transpose import transpose_bytes  # Triton comes with torch for GPUs alone
 
-    return transpose_bytes(x.view(torch.uint8)).view(x.dtype)
+    with torch.cuda.device(x.device):
+        return transpose_bytes(x.view(torch.uint8)).view(x.dtype)
 
 
 @transposed.register_fake

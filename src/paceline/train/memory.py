@@ -16,6 +16,8 @@ to nothing here: nearly everything feeds a matrix product or attention in backwa
 In the first layer the products' rows and results are there once for each distinct input (U) instead of for each block
 slot, and v as attention reads it (M E) beside them. Behind the last attention only slots that have a loss are left, and
 the attention's output is there once more, without the others.
+In fp8 products keep what they read as a byte and a scale a row: of the inputs above instead of them, of the attention's
+output, of the features and of all matrices beside them; q's apart from key's and value's, though they read the same.
 Beside the layers: the context before hidden_norm (H and an rms a context slot), and the rotary tables (2 E a key, in
 float32). Features are kept where they lie, in the buffers.
 
@@ -117,6 +119,7 @@ def step_memory(
     adam = flat_norms if muon else flat_matrices + flat_norms
     steps = len(norms) if muon else len(matrices) + len(norms)  # AdamW counts them for each weight, in float32
     activations = _activations(drafter, C, A, H, wire)
+    activations += _kept_in_fp8(drafter, C, A, H) if train.fp8 == "on" else 0
     rows, wide = A * (B - 1), wire * drafter.intermediate_size
     # Of the head's logits: their kernel puts the gradient over them; without it logits and gradient are there.
     # In fp8 the gradient lies beside them, and so do two copies of the head.
@@ -253,6 +256,21 @@ def _activations(drafter: DrafterSettings, C: int, A: int, H: int, wire: int) ->
 
     layers = sum(layer(U if at == 0 else Q, rows if at == L - 1 else Q) for at in range(L))
     return layers + wire * (K * M * E + rows * N * E) + C * (wire * H + 4) + 8 * K * E
+
+
+def _kept_in_fp8(drafter: DrafterSettings, C: int, A: int, H: int) -> int:
+    """Return what backward keeps more where products are in fp8: a byte, and less than two where there were two."""
+    N, E, F, L = drafter.heads, drafter.head_dim, drafter.intermediate_size, drafter.layers
+    Q, rows, U = A * drafter.block_size, A * (drafter.block_size - 1), distinct_rows(A)
+
+    def layer(inputs: int, behind: int) -> int:
+        own = inputs * H + behind * N * E  # of q and of o_proj, whose inputs are there anyway
+        return own - (C + inputs) * H - behind * (H + F) + 4 * (C + 2 * inputs + 3 * behind)
+
+    layers = sum(layer(U if at == 0 else Q, rows if at == L - 1 else Q) for at in range(L))
+    matrices = _matrices(drafter, H)
+    weights = _entries(matrices) + 4 * sum(outputs for outputs, _ in matrices)
+    return layers - 2 * rows * N * E + C * (len(drafter.taps) * H + 4) + weights
 
 
 def _context_gradients(drafter: DrafterSettings, C: int, A: int, H: int, wire: int) -> int:
