@@ -1,13 +1,13 @@
-"""Time the attention kernels of a training step, tile by tile, beside flex_attention. Usage: python benchmarks/block_attention.py
+"""Time the attention kernels of a training step beside flex_attention. Usage: python benchmarks/block_attention.py
 
-One CUDA device (Hopper), under 100 s. Every line is one kernel with one set of tiles: rows, keys, warps, loads in flight;
-milliseconds of one layer of Qwen3-8B's drafter (A = 1,024, B = 16, C = 6,144, 32 heads, 8 key/value heads of 128) on two
-samples of 3,072 tokens and on twelve of 500, and its error on a small shape against dense float32, relative to the
-largest value. What cannot be launched, as more shared memory than there is, says so. The best of each belong into
+One CUDA device (Hopper), under 100 s. Every line is one kernel with one set of tiles (see `Tiles`): milliseconds of one
+layer of Qwen3-8B's drafter (A = 1,024, B = 16, C = 6,144, 32 heads, 8 key/value heads of 128) on two samples of 3,072
+tokens and on twelve of 500, and its error on a small shape against dense float32, relative to the largest value. What
+cannot be launched, as more shared memory than there is, says so. The best belong into
 `paceline.drafter.block_attention.CUTS`.
 
 Tiles are compiled in processes side by side, which leave the code in Triton's cache.
-"""  # noqa: E501
+"""
 
 import itertools
 import multiprocessing
@@ -31,7 +31,7 @@ from paceline.runtime.compiling import OPTIONS
 HEADS, KV_HEADS, WIDTH, B = 32, 8, 128, 16
 PROCESSES = 12
 REPEATS = 20
-TILES: dict[str, list[tuple[int, int, int, int]]] = {
+TILES: dict[str, list[tuple[int, ...]]] = {
     "forward": [
         (128, 64, 8, 3),
         (128, 64, 8, 2),
@@ -43,8 +43,12 @@ TILES: dict[str, list[tuple[int, int, int, int]]] = {
         (64, 64, 4, 3),
         (64, 128, 4, 2),
         (64, 128, 8, 2),
-        (128, 32, 4, 3),
-        (256, 64, 8, 2),
+        (128, 64, 8, 2, True),
+        (128, 64, 8, 3, True),
+        (128, 128, 8, 2, True),
+        (64, 64, 4, 2, True),
+        (64, 64, 4, 3, True),
+        (64, 128, 8, 2, True),
     ],
     "queries": [
         (128, 64, 8, 2),
@@ -168,7 +172,7 @@ class Run:
         return (self.out, *self.gradients)
 
 
-def compile_tiles(name: str, tiles: tuple[int, int, int, int]) -> str:
+def compile_tiles(name: str, tiles: tuple[int, ...]) -> str:
     """Compile and launch in this process; return why it does not work, or nothing."""
     try:
         Run(small()).launch(name, Tiles(*tiles))()
@@ -208,14 +212,23 @@ def milliseconds(call: Callable[[], object]) -> float:
     return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(marks))
 
 
-def flex_times(given: Case) -> tuple[float, float]:
-    """Return the forward and backward milliseconds of flex_attention, compiled."""
-    seen = attention.sparse(given.start_A, given.anchor_A, given.context_slots, B)
-    call = torch.compile(attention.attend, fullgraph=True, dynamic=False, options=OPTIONS)
-    q, k, v = (x.detach().requires_grad_() for x in (given.q, given.k, given.v))
-    out = call(q, k, v, seen)
-    back = milliseconds(lambda: torch.autograd.grad(out, (q, k, v), given.grad, retain_graph=True))
-    return milliseconds(lambda: call(q, k, v, seen)), back
+class Flex:
+    """flex_attention on a case, compiled."""
+
+    def __init__(self, given: Case) -> None:
+        self.seen = attention.sparse(given.start_A, given.anchor_A, given.context_slots, B)
+        self.call = torch.compile(attention.attend, fullgraph=True, dynamic=False, options=OPTIONS)
+        self.inputs = tuple(x.detach().requires_grad_() for x in (given.q, given.k, given.v))
+        self.grad, self.out = given.grad, self.forward()
+        self.backward()
+
+    def forward(self) -> Tensor:
+        """Return the output."""
+        return self.call(*self.inputs, self.seen)
+
+    def backward(self) -> tuple[Tensor, ...]:
+        """Return the gradients of the first output."""
+        return torch.autograd.grad(self.out, self.inputs, self.grad, retain_graph=True)
 
 
 def lines() -> Iterator[str]:
@@ -228,16 +241,17 @@ def lines() -> Iterator[str]:
             case(lengths, anchors, 1024, 6144, HEADS, KV_HEADS)
             for lengths, anchors in (([3072] * 2, 512), ([500] * 12, 85))
         ]
-        flex = [flex_times(given) for given in cases]
+        flexes = [Flex(given) for given in cases]
         failed = {tried[future]: future.result() for future in as_completed(tried)}
+    flex = [(milliseconds(one.forward), milliseconds(one.backward)) for one in flexes]
     yield f"{torch.cuda.get_device_name()}, torch {torch.__version__}; compiled after {time.monotonic() - began:.0f} s"
     little, runs = Run(small()), [Run(given) for given in cases]
     wanted = dense(little.case)
     yield f"default tiles, errors of out, dq, dk, dv: {', '.join(f'{e:.1e}' for e in worst(little.results(), wanted))}"
-    yield f"{'kernel':8} {'rows keys warps stages':>22} {'2 x 3072':>9} {'12 x 500':>9}  error"
+    yield f"{'kernel':8} {'rows keys warps stages':<28} {'2 x 3072':>9} {'12 x 500':>9}  error"
     best: dict[str, tuple[float, float]] = {}
     for name, tiles in work:
-        cut = f"{name:8} {'{:4} {:4} {:5} {:6}'.format(*tiles):>22}"
+        cut = f"{name:8} {'{:4} {:4} {:5} {:6}'.format(*tiles) + ' ahead' * (len(tiles) > 4):<28}"
         if failed[name, tiles]:
             yield f"{cut} {failed[name, tiles]}"
             continue

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from paceline.bench.shapes import SHAPES
 from paceline.config import DrafterSettings, GuardSettings, TrainSettings
-from paceline.drafter import model
+from paceline.drafter import joined
 from paceline.drafter.attention import fits_tiles
 from paceline.drafter.ends import FrozenEnds
 from paceline.drafter.loss import frozen_head_loss
@@ -76,21 +76,25 @@ def test_what_stays_is_counted_to_the_byte(dtype: str, optimizer: str, tied: boo
     assert said.weights == held(step.drafter.parameters())
     assert said.gradients == held([p.grad for p in step.drafter.parameters() if p.grad is not None])
     assert said.moments == held(moments)
-    assert said.working_copy == (held(step._leaves) if dtype == "bfloat16" else 0)
+    matrices = [leaf for leaf in step._leaves if leaf.ndim > 1]
+    assert said.working_copy == (held(matrices) if dtype == "bfloat16" else 0)
     assert said.ends == held([step.ends.embed_VH, step.ends.head_VH])
     assert said.buffers == held([getattr(step.buffers, field.name) for field in dataclasses.fields(step.buffers)])
 
 
 @torch.library.custom_op("paceline_test::attend", mutates_args=())
 def opaque(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention of everything to everything, as one operation that keeps what flex_attention keeps."""
-    out = scaled_dot_product_attention(q, k, v, enable_gqa=True)
-    return out.contiguous(), out.new_zeros(q.shape[:-1], dtype=torch.float32)
+    """Attention of everything to everything, as one operation that keeps what flex_attention keeps.
+
+    As there, the output lies in memory as the query does.
+    """
+    out = torch.empty_like(q).copy_(scaled_dot_product_attention(q, k, v, enable_gqa=True))
+    return out, out.new_zeros(q.shape[:-1], dtype=torch.float32)
 
 
 @opaque.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty(q.shape, dtype=q.dtype), torch.empty(q.shape[:-1])
+    return torch.empty_like(q), torch.empty(q.shape[:-1])
 
 
 def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -108,9 +112,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor) -
     return [torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)]
 
 
-opaque.register_autograd(
-    lambda ctx, grad, _: tuple(opaque_backward(*ctx.saved_tensors, grad.contiguous())), setup_context=_keep
-)
+opaque.register_autograd(lambda ctx, grad, _: tuple(opaque_backward(*ctx.saved_tensors, grad)), setup_context=_keep)
 
 
 @pytest.mark.usefixtures("traceable")
@@ -119,18 +121,18 @@ def test_activations_are_what_the_compiled_step_keeps_for_backward(dtype: str, m
     # Wide enough that what is counted is not lost among masks and indices; every width another one.
     drafter = DRAFTER.model_copy(update={"head_dim": 16, "heads": 6, "intermediate_size": 160})
     train = TRAIN.model_copy(update={"dtype": dtype, "context_slots": 1024, "anchor_slots": 96})
-    monkeypatch.setattr(model, "attend", lambda q, k, v, visibility: opaque(q, k, v)[0])
+    monkeypatch.setattr(joined, "attend", lambda q, k, v, visibility: opaque(q, k, v)[0])
     step = make_step(train, drafter=drafter)
     # The graphs that inductor would get, cut as for inductor, and run as they are.
     compiled = torch.compile(step._hidden, backend="aot_eager_decomp_partition", fullgraph=True, dynamic=False)
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda saved: saved):  # type: ignore[func-returns-value]
-        compiled(step._visibility())
+        compiled(step._visibility(), step._turns())
     buffers = [getattr(step.buffers, field.name) for field in dataclasses.fields(step.buffers)]
     there = [*step._leaves, *buffers, step.ends.embed_VH, step.ends.head_VH, step.weights_B]
     truth = held(kept, besides={tensor.untyped_storage().data_ptr() for tensor in there})
     said = estimate(train, drafter=drafter)
-    assert said.peak == "loss"
+    assert said.peak in ("loss", "backward")  # in both of which they are there
     assert said.activations == pytest.approx(truth, rel=0.005)
 
 
@@ -240,7 +242,7 @@ def named(said: str) -> dict[str, int]:
         (30.0, 1280, (12_288, 2048), {"anchor_slots"}),
         (60.0, 12_000, (12_288, 2048), {"anchor_slots", "logits_mib"}),
         (28.9, 256, (40_960, 512), {"anchor_slots", "context_slots"}),
-        (47.2, 6000, (65_536, 1536), {"anchor_slots", "context_slots", "logits_mib"}),
+        (50.0, 9000, (65_536, 1536), {"anchor_slots", "context_slots", "logits_mib"}),
         (24.4, 256, (40_960, 512), {"together"}),
         (24.5, 12_000, (65_536, 2048), {"together"}),
         (22.5, 256, (12_288, 2048), {"layers"}),
@@ -294,11 +296,11 @@ def test_advice_names_what_is_needed_and_what_is_there() -> None:
     assert "which should do but did not" in advise(train, 60)
 
 
-@pytest.mark.parametrize("reserved", [47.51 - 0.625, 49.4 - 0.625])
-def test_what_torch_reserved_beyond_what_it_allocated_is_not_advised(reserved: float) -> None:
-    # Measured on an H200 at this shape, compiled and in the step's benchmark: in less the step does not fit. That was
-    # with logits and their gradient side by side, which took half of 1,280 MiB more than the gradient over the logits.
+@pytest.mark.parametrize("share", [45.8 / 47.51, 45.8 / 49.4])
+def test_what_torch_reserved_beyond_what_it_allocated_is_not_advised(share: float) -> None:
+    # Measured on an H200 at this shape, compiled and in the step's benchmark: in less the step does not fit.
     train = SHAPES["qwen3-8b"].train_settings("bfloat16")
+    reserved = needs(train) / GIB / share
     said = advise(train, reserved)
     assert "should do" not in said
     assert f"of which about {0.92 * reserved:.1f} GiB are of use" in said
@@ -470,8 +472,7 @@ def test_a_rank_that_runs_out_of_memory_says_what_to_lower(
     train = SHAPES["qwen3-8b"].train_settings("bfloat16").model_copy(update={"optimizer": optimizer})
     there = step_memory(SHAPES["qwen3-8b"].drafter, train, hidden_size=4096, vocab_size=151_936, tied=False)
     # What the rank has put there itself already, and what is free or reserved and not used, no graph's.
-    room = 5 + (there.weights + there.gradients + there.working_copy + there.ends + there.buffers) / GIB
-    room += there.moments / GIB if optimizer == "muon" else 0  # which AdamW makes at its first step
+    room = 5 + (there.weights + there.gradients + there.working_copy + there.ends + there.buffers + there.moments) / GIB
     want = advise(train, room).replace("140.0 GiB", "40.0 GiB")
     assert str(caught.value) == f"out of memory. {want}"
 

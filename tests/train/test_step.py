@@ -187,6 +187,23 @@ def test_empty_buffers_give_no_loss_and_no_gradient(tiny, shape, ends) -> None:
     assert all(float(state["step"]) == 0 for state in step.optimizer.adamw.state.values())
 
 
+def test_nothing_of_an_earlier_step_is_in_what_ranks_sum(tiny, shape, target, ends, dataset) -> None:
+    """Gradients are not cleared but overwritten; a rank may have no micro-batch to do so."""
+    step = make_step(tiny, shape, ends, SETTINGS)
+    _, expected = one_step(step, target, dataset, data_settings())
+    step.gradients.mul_(math.nan)
+    step.clear()
+    assert all(not shared.any() for shared in step.shared())
+    _, again = one_step(step, target, dataset, data_settings())
+    assert float(step.gradients.abs().max()) > 0
+    assert all(torch.equal(a, b) for a, b in zip(again, expected, strict=True))
+    step.gradients.mul_(math.nan)
+    step.clear()
+    step.shared()
+    step.micro()  # after ranks met, this adds
+    assert all(torch.isfinite(p.grad).all() for p in step.drafter.parameters())
+
+
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_step_that_is_built_while_a_target_loads_is_the_same(tiny, shape, ends, default, optimizer) -> None:

@@ -55,7 +55,12 @@ def turns(positions_K: Int[Tensor, " K"], settings: DrafterSettings, dtype: torc
 
 def distinct_ids(token_A: Int[Tensor, " A"], mask_token_id: int) -> Int[Tensor, " U"]:
     """Return the tokens whose embeddings the twin reads: the anchors', then the mask token, to a whole multiple."""
-    return F.pad(token_A, (0, _ROWS - len(token_A) % _ROWS), value=mask_token_id)
+    return F.pad(token_A, (0, distinct_rows(len(token_A)) - len(token_A)), value=mask_token_id)
+
+
+def distinct_rows(anchors: int) -> int:
+    """Return U: the anchors and at least one mask token, to a whole multiple."""
+    return (anchors // _ROWS + 1) * _ROWS
 
 
 class JoinedLayer(nn.Module):
@@ -99,7 +104,9 @@ class Joined(nn.Module):
         `embeds_UH` are the embeddings of `distinct_ids`; `blocks` is (A, B).
         """
         context_CH = self._normed(self.product(features_CD, self.fc), self.hidden_norm)
-        x_QH = _spread(embeds_UH, *blocks)
+        # No gradient goes here. Chosen, not put together: the residual stream would then be kept for backward twice.
+        A, slots_B = blocks[0], torch.arange(blocks[1], device=embeds_UH.device)
+        x_QH = torch.where(slots_B[:, None] == 0, embeds_UH[:A, None], embeds_UH[A]).flatten(0, 1)
         for at, layer in enumerate(self.layers):
             assert isinstance(layer, JoinedLayer)
             q, k, v = (
@@ -134,7 +141,8 @@ class Joined(nn.Module):
         C = len(k) - len(q)
         q_QNE, k_KME = _turned(q, cos_K1E[C:], sin_K1E[C:]), _turned(k, cos_K1E, sin_K1E)
         # Heads stay the inner axis in memory, as the products write and read them.
-        out_1NQE = attend(*(rows.transpose(0, 1)[None] for rows in (q_QNE, k_KME, v)), visibility)
+        q, k, v = (rows.transpose(0, 1)[None] for rows in (q_QNE, k_KME, v))
+        out_1NQE = attend(q, k, v, visibility)
         return out_1NQE[0].transpose(0, 1).flatten(1)
 
     def _mlp(self, layer: JoinedLayer, x_QH: Tensor) -> Tensor:

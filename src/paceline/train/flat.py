@@ -8,13 +8,18 @@ Shapes: P entries of all weights, S of the matrices.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-ALIGNED = 64  # entries
+_ALIGNED = 64  # entries
+
+
+def padded(sizes: Iterable[int]) -> int:
+    """Return the entries that leaves of such sizes take in a buffer."""
+    return sum(-(-size // _ALIGNED) * _ALIGNED for size in sizes)
 
 
 class Flat:
@@ -36,7 +41,7 @@ class Flat:
         end = self.matrix_entries = 0
         for name in order:
             self._starts[name] = end
-            end += -(-sizes[name] // ALIGNED) * ALIGNED
+            end += padded([sizes[name]])
             if len(self._leaves[name][1]) > 1:
                 self.matrix_entries = end
         first = next(iter(parameters.values()))

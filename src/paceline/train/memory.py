@@ -7,24 +7,28 @@ another rank or features that wait, is not in it.
 
 What backward keeps was read off the joint graph that AOTAutograd's partitioner cuts (torch 2.13). It recomputes next
 to nothing here: nearly everything feeds a matrix product or attention in backward. Of a layer, in the compute format:
-- of a block slot: inputs and outputs of both norms (4 H), q before and after its norm and rotation (2 N E), the
-  attention's output as the kernel writes it and as o_proj reads it (2 N E: the layouts differ), k before its norm
-  (M E), and of the MLP gate, up and their product (3 F); in float32 an rms for both norms and for each head of q and
-  k, and the attention's logsumexp (2 + 2 N + M);
-- of a key, context and block slots alike: k and v as attention reads them (2 M E);
-- of a context slot: k before its norm (M E) and an rms for each of its heads (M).
-Beside the layers: the context before and after hidden_norm (2 H and an rms a context slot), and the last norm's input
-(H and an rms a block slot). Features are kept where they lie, in the buffers.
+- of a key, context and block slots alike: the input of the products (H), k and v as they come out (2 M E) and k after
+  its norm and rotation (M E); in float32 an rms for each of its heads (M);
+- of a block slot: q before (N E) and after its norm and rotation (N E) and the attention's output (N E); in float32 an
+  rms for each head of q and the attention's logsumexp (2 N);
+- of a block slot behind attention: what the residual stream holds before and behind the MLP and the MLP's normed input
+  (3 H), gate, up and their product (3 F); in float32 an rms for both norms (2).
+In the first layer the products' rows and results are there once for each distinct input (U) instead of for each block
+slot, and v as attention reads it (M E) beside them. Behind the last attention only slots that have a loss are left, and
+the attention's output is there once more, without the others.
+Beside the layers: the context before hidden_norm (H and an rms a context slot), and the rotary tables (2 E a key, in
+float32). Features are kept where they lie, in the buffers.
 
 The step's peak is that of one of four phases, all but the last of which also hold hidden states and their gradient
 (2 H a slot that has a loss):
 - loss: activations, and a chunk of logits, which their gradient replaces; in float32 both are there;
-- backward, at its begin: activations, and of the last layer one more of the MLP's width and a matrix's gradient;
-- gradients, at its end: what autograd returns for all weights, and the context's keys and values of all layers;
-- update: fused AdamW needs nothing, Muon copies of the matrices of a shape.
+- backward, at its begin: activations, and of the last layer two more of the MLP's width and a matrix's gradient;
+- gradients, at its end: what autograd returns for all weights, and the gradients of the products' inputs of all layers,
+  whose context's parts are summed there;
+- update: AdamW needs nothing, Muon copies of the matrices of a shape.
 
-Shapes: C context slots, A anchors, B block slots, Q = A * B, K = C + Q, H width, F width of the MLP, N heads, M
-key/value heads, E head width, L layers, V vocabulary.
+Shapes: C context slots, A anchors, B block slots, Q = A * B, K = C + Q, U distinct inputs of slots, H width, F width of
+the MLP, N heads, M key/value heads, E head width, L layers, V vocabulary.
 """
 
 import math
@@ -35,16 +39,17 @@ from typing import Literal
 
 from paceline.config import DrafterSettings, TrainSettings
 from paceline.drafter.attention import TILE, fits_tiles
+from paceline.drafter.joined import distinct_rows
 from paceline.runtime.compiling import Policy
+from paceline.train.flat import padded
 
 Phase = Literal["loss", "backward", "gradients", "update"]
 
 # Constants that no shape gives; `benchmarks/step_memory.py` holds the whole estimate against a GPU.
 _WORKSPACE = 96 << 20  # bytes: cuBLAS keeps 32 MiB (Hopper) for each thread and stream: forward, backward, capture
-_OUTPUTS = 2  # copies of the attention's output that are kept: laid out as its kernel does, and as o_proj reads it
 # Share of the free memory that a step can use: torch reserves more than it allocates, for gaps between blocks and for
-# what CUDA graphs keep. On an H200 the 8B shape, 45.8 GiB by the estimate, reserved 47.5 GiB when compiled (0.96) and
-# 49.4 GiB in the step's benchmark (0.93, with 0.5 GiB of features beside it).
+# what CUDA graphs keep. On an H200 the 8B shape, then 45.8 GiB by the estimate, reserved 47.5 GiB when compiled (0.96)
+# and 49.4 GiB in the step's benchmark (0.93, with 0.5 GiB of features beside it).
 _USABLE = 0.92
 _LEAST_LOGITS_MIB = 64  # of train.logits_mib that is advised: with fewer rows the head's products slow down
 
@@ -63,7 +68,7 @@ class StepMemory:
     weights: int  # float32, what is trained and saved
     gradients: int  # float32 sums
     moments: int
-    working_copy: int  # of the weights, in bfloat16; 0 where the weights themselves are used
+    working_copy: int  # of the matrices, in bfloat16; 0 where the weights themselves are used
     ends: int  # the target's embedding and head
     buffers: int  # the micro-batch at the one shape
     activations: int  # kept for backward; 0 where the peak is when they are gone
@@ -107,9 +112,9 @@ def step_memory(
     wire = 2 if mixed else 4
     matrices, norms = _matrices(drafter, H), _norms(drafter, H)
     matrix_entries, norm_entries = _entries(matrices), sum(norms)
-    padded = sum(-(-entries // 64) * 64 for entries in [*(r * c for r, c in matrices), *norms])  # as the step lays them
+    flat_matrices, flat_norms = padded(_leaves(drafter, H)), padded(norms)  # as the step lays them
     muon = train.optimizer == "muon"
-    adam = norm_entries if muon else matrix_entries + norm_entries
+    adam = flat_norms if muon else flat_matrices + flat_norms
     steps = len(norms) if muon else len(matrices) + len(norms)  # AdamW counts them for each weight, in float32
     activations = _activations(drafter, C, A, H, wire)
     rows, wide = A * (B - 1), wire * drafter.intermediate_size
@@ -121,7 +126,7 @@ def step_memory(
     hidden = 2 * wire * H * rows
     phases: dict[Phase, tuple[int, int]] = {  # activations and temporaries that are there together
         "loss": (activations, hidden + chunk * vocab_size * held),
-        "backward": (activations, hidden + wide * (A * B + H)),
+        "backward": (activations, hidden + wide * (2 * rows + H)),
         "gradients": (
             0,
             hidden + wire * matrix_entries + 4 * norm_entries + _context_gradients(drafter, C, A, H, wire),
@@ -130,10 +135,10 @@ def step_memory(
     }
     peak = max(phases, key=lambda phase: sum(phases[phase]))
     return StepMemory(
-        weights=4 * (matrix_entries + norm_entries),
-        gradients=4 * padded,
+        weights=4 * (flat_matrices + flat_norms),
+        gradients=4 * (flat_matrices + flat_norms),
         moments=8 * adam + 4 * steps + (4 * matrix_entries if muon else 0),
-        working_copy=2 * matrix_entries + 4 * norm_entries if mixed else 0,
+        working_copy=2 * flat_matrices if mixed else 0,
         ends=vocab_size * H * (wire * (1 if tied else 2) + (2 if fp8 else 0)),
         buffers=C * (len(drafter.taps) * H * wire + 8) + A * (4 * 8 + B * 9),
         activations=phases[peak][0],
@@ -218,6 +223,12 @@ def _matrices(drafter: DrafterSettings, H: int) -> list[tuple[int, int]]:
     return [(H, len(drafter.taps) * H), *layer * drafter.layers]
 
 
+def _leaves(drafter: DrafterSettings, H: int) -> list[int]:
+    """Return the entries of every leaf of matrices: k and v are one, and gate and up."""
+    q, kv, F = drafter.heads * drafter.head_dim, drafter.kv_heads * drafter.head_dim, drafter.intermediate_size
+    return [len(drafter.taps) * H * H, *[q * H, 2 * kv * H, H * q, 2 * F * H, H * F] * drafter.layers]
+
+
 def _norms(drafter: DrafterSettings, H: int) -> list[int]:
     """Return the entries of every norm's weight."""
     return [H, H, *[H, H, drafter.head_dim, drafter.head_dim] * drafter.layers]
@@ -230,17 +241,23 @@ def _entries(matrices: list[tuple[int, int]]) -> int:
 def _activations(drafter: DrafterSettings, C: int, A: int, H: int, wire: int) -> int:
     """Return what backward keeps, as the module's docstring lists it."""
     N, M, E, L = drafter.heads, drafter.kv_heads, drafter.head_dim, drafter.layers
-    Q = A * drafter.block_size
-    slot = wire * (4 * H + (2 + _OUTPUTS) * N * E + M * E + 3 * drafter.intermediate_size) + 4 * (2 + 2 * N + M)
-    key, context = wire * 2 * M * E, wire * M * E + 4 * M
-    beside = C * (wire * 2 * H + 4) + Q * (wire * H + 4)
-    return L * (Q * slot + (C + Q) * key + C * context) + beside
+    Q, rows, U = A * drafter.block_size, A * (drafter.block_size - 1), distinct_rows(A)
+    K = C + Q
+
+    def layer(inputs: int, behind: int) -> int:
+        """Of so many inputs of block slots, and block slots behind attention."""
+        keys = C + inputs
+        before = wire * (keys * (H + 2 * M * E) + inputs * N * E) + 4 * (keys * M + inputs * N)
+        attention = wire * (2 * Q * N * E + K * M * E) + 4 * Q * N
+        return before + attention + behind * (wire * 3 * (H + drafter.intermediate_size) + 4 * 2)
+
+    layers = sum(layer(U if at == 0 else Q, rows if at == L - 1 else Q) for at in range(L))
+    return layers + wire * (K * M * E + rows * N * E) + C * (wire * H + 4) + 8 * K * E
 
 
 def _context_gradients(drafter: DrafterSettings, C: int, A: int, H: int, wire: int) -> int:
-    """Return what is left at the end of backward beside the weights' gradients: the context's, of every layer."""
-    keys, narrow = C + A * drafter.block_size, drafter.kv_heads * drafter.head_dim
-    return wire * (4 * C * H + drafter.layers * narrow * (C + 2 * keys))
+    """Return what is left at the end of backward beside the weights' gradients: those of the products' inputs."""
+    return wire * H * (drafter.layers * (C + A * drafter.block_size) + 2 * C)
 
 
 def _newton_schulz(matrices: list[tuple[int, int]]) -> int:

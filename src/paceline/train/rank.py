@@ -93,14 +93,12 @@ class DrafterRank:
         there = step_memory(
             self._drafter, self._train, hidden_size=self._hidden_size, vocab_size=self._vocab_size, tied=self._tied
         )
-        held = there.weights + there.gradients + there.working_copy + there.ends + there.buffers
-        held += there.moments if self._train.optimizer == "muon" else 0  # AdamW makes its own at its first step
+        self._held = there.weights + there.gradients + there.moments + there.working_copy + there.ends + there.buffers
         # Asked before, while nobody else works: afterwards, what the failed rehearsal still holds, broken captures too,
         # could not be told from what others hold.
         room, total = _room(self.device)
-        with self._explaining_memory(lambda error: (room + held, total)):
+        with self._explaining_memory(lambda error: (room + self._held, total)):
             self._step.warm()
-        self._held = held + (0 if self._train.optimizer == "muon" else there.moments)  # from the first step on
         self.doing = ""
         self._on_warm(self._step)  # captured graphs hold the tensors, so a state goes into them, and only now
         features_CD = self._step.buffers.features_CD
