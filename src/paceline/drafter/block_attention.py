@@ -6,7 +6,8 @@ little of it is masked, and its blocks' own keys belong to this tile alone.
 
 For each tile the tiles on the other side that it meets are a run: `first` to `behind`, of which `inner_first` to
 `inner_behind` are seen whole and need no mask. Runs are made of any intervals. Where anchors are sorted, as the loader
-lays them (sample behind sample, anchors ascending), a run holds no tile in vain; elsewhere it does, and is masked.
+lays them (sample behind sample, anchors ascending), runs hold hardly a tile in vain; elsewhere many,
+which are masked.
 
 Nothing is added atomically: the same inputs give the same bits. The kernels are in `block_kernels`, which needs Triton
 and is imported where they run.
