@@ -1,4 +1,4 @@
-"""The check of compiled steps on a CUDA device: how far errors are from their bounds, and that what is wrong is seen."""
+"""The check of compiled steps on a CUDA device: how far errors are from bounds, and that what is wrong is seen."""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
