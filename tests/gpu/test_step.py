@@ -17,7 +17,9 @@ from paceline.drafter.ends import FrozenEnds
 from paceline.drafter.model import Drafter
 from paceline.records import StepReport
 from paceline.runtime.compiling import Policy, forbid_recompiles, warm_compiler
+from paceline.train.flat import Flat
 from paceline.train.loop import alone, train_loop
+from paceline.train.optim import Optimizer
 from paceline.train.step import DrafterStep
 
 pytestmark = [
@@ -147,6 +149,70 @@ def test_a_step_that_is_not_to_apply_changes_nothing(policy: Policy) -> None:
         in_thread(lambda: once(1.0))
     assert not bool(step.optimizer.skip)
     assert not any(torch.equal(p, k) for p, k in zip(step.drafter.parameters(), kept, strict=True))
+
+
+@pytest.mark.parametrize("policy", ["compiled", "captured"])
+def test_micro_batches_behind_the_first_add_and_the_first_overwrites(policy: Policy) -> None:
+    _, step = train(policy, "bfloat16", steps=2)
+
+    def gradients(*which: int) -> torch.Tensor:
+        torch.cuda.set_device(DEVICE)
+        step.clear()
+        step.gradients.fill_(math.nan)  # nothing of an earlier step is read
+        batches = feature_batches(SHAPE, DEVICE, torch.bfloat16)
+        for index in which:
+            step.load(batches[index])
+            step.micro()
+        torch.cuda.synchronize()
+        leaves = step._flat.leaves(step.gradients).values()  # between them nothing is written
+        return torch.cat([leaf.flatten() for leaf in leaves])
+
+    with forbid_recompiles():
+        one, other, both = (in_thread(lambda which=which: gradients(*which)) for which in ((0,), (1,), (0, 1)))
+    assert one.isfinite().all()
+    # The order of atomic additions in flex_attention's backward is not fixed.
+    assert float((both - one - other).norm() / both.norm()) < 5e-3
+    assert float((both - one).norm() / both.norm()) > 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_one_pass_update_is_torchs_and_reads_everything_once(dtype: torch.dtype) -> None:
+    """Moments and weights after three steps, and one kernel for matrices and one for norms."""
+    warm_compiler("cuda:0")
+    settings = SHAPE.train_settings("bfloat16").model_copy(update={"weight_decay": 0.1})
+
+    def made(one_pass: bool) -> tuple[Flat, Optimizer, torch.Tensor]:
+        drafter = Drafter(SHAPE.drafter, SHAPE.hidden_size).initialise(0).to(DEVICE, dtype)
+        flat = Flat(drafter, {name: (name,) for name, _ in drafter.named_parameters()})
+        copy = torch.zeros(flat.matrix_entries, dtype=torch.bfloat16, device=DEVICE)
+        return flat, Optimizer(flat, settings, copy_S=copy, one_pass=one_pass), copy
+
+    def stepped(flat: Flat, optimizer: Optimizer) -> None:
+        torch.cuda.set_device(DEVICE)
+        generator = torch.Generator(device=DEVICE).manual_seed(1)
+        optimizer.lr.fill_(1e-3)
+        for _ in range(3):
+            flat.gradients_P.normal_(generator=generator)
+            optimizer.divisor.fill_(3.0)
+            optimizer.step()
+        torch.cuda.synchronize()
+
+    (flat, ours, copy), (other, theirs, _) = made(True), made(False)
+    in_thread(lambda: stepped(flat, ours))
+    in_thread(lambda: stepped(other, theirs))
+    assert torch.equal(copy, flat.weights_P[: len(copy)].bfloat16())
+    bound = 2e-6 if dtype == torch.float32 else 2**-7  # bfloat16: what is stored is rounded, three times
+    for name, mine in ours.state({p: n for n, p in flat.parameters.items()}).items():
+        truth = theirs.state({p: n for n, p in other.parameters.items()})[name].double()
+        assert float((mine.double() - truth).norm() / truth.norm()) < bound, name
+    for name, mine in flat.named(flat.weights_P).items():
+        truth = other.named(other.weights_P)[name].double()
+        assert float((mine.double() - truth).norm() / truth.norm()) < bound, name
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        ours.step()
+        torch.cuda.synchronize()
+    kernels = [event.name for event in profile.events() if "triton" in event.name]
+    assert len(kernels) == 2, kernels
 
 
 def test_gradients_of_sparse_attention_equal_those_of_dense() -> None:

@@ -191,17 +191,13 @@ def test_nothing_of_an_earlier_step_is_in_what_ranks_sum(tiny, shape, target, en
     """Gradients are not cleared but overwritten; a rank may have no micro-batch to do so."""
     step = make_step(tiny, shape, ends, SETTINGS)
     _, expected = one_step(step, target, dataset, data_settings())
-    step.gradients.mul_(math.nan)
-    step.clear()
-    assert all(not shared.any() for shared in step.shared())
+    for parameter in step.drafter.parameters():
+        parameter.grad.fill_(math.nan)
     _, again = one_step(step, target, dataset, data_settings())
-    assert float(step.gradients.abs().max()) > 0
     assert all(torch.equal(a, b) for a, b in zip(again, expected, strict=True))
-    step.gradients.mul_(math.nan)
+    assert step.gradients.any()
     step.clear()
-    step.shared()
-    step.micro()  # after ranks met, this adds
-    assert all(torch.isfinite(p.grad).all() for p in step.drafter.parameters())
+    assert not any(shared.any() for shared in step.shared())
 
 
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])

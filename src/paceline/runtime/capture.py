@@ -31,8 +31,19 @@ class Captured:
     which they were captured, unless nothing in the pool outlives a replay.
     """
 
-    def __init__(self, work: Callable[[], None], *, pool: Pool, generator: torch.Generator | None = None) -> None:
-        """Warm the work up on the pool's stream and capture it there. Run this alone (see Gate)."""
+    def __init__(
+        self,
+        work: Callable[[], None],
+        *,
+        pool: Pool,
+        generator: torch.Generator | None = None,
+        rehearsals: int = 2,
+    ) -> None:
+        """Rehearse the work on the pool's stream and capture it there. Run this alone (see Gate).
+
+        A rehearsal's memory is not the pool's, which other graphs may have filled: who needs much of it and knows that
+        everything is loaded, because nearly the same work was captured before, takes 0 rehearsals.
+        """
         stream, device = pool.stream, pool.stream.device
         stream.wait_stream(torch.cuda.current_stream(device))
         self._graph = torch.cuda.CUDAGraph()
@@ -42,7 +53,7 @@ class Captured:
         with torch.autograd.set_multithreading_enabled(False):
             torch.cuda.empty_cache()  # what another stream's run left would be held beside this one's
             with torch.cuda.stream(stream):
-                for _ in range(2):
+                for _ in range(rehearsals):
                     work()
             torch.cuda.current_stream(device).wait_stream(stream)
             torch.cuda.synchronize(device)

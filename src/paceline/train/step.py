@@ -212,13 +212,16 @@ class DrafterStep:
         """Compile and capture at the one shape with every slot masked; nothing stays changed. Run this alone."""
         self.clear()
         self.apply.zero_()
-        self._run_micro(first=True)  # compiles; without a compiler, a rehearsal of the memory
+        for first in (True, False):  # compiles; without a compiler, a rehearsal of the memory
+            self._run_micro(first)
         self._run_update()
         if self.policy == "captured":
             pool = new_pool(self.device)
-            # Nothing in the pool outlives a replay, so that only one of two is replayed does no harm.
-            graphs = {first: Captured(partial(self._run_micro, first), pool=pool) for first in (True, False)}
-            self._micro = lambda first: graphs[first]()
+            # Nothing in the pool outlives a replay, so that only one of two is replayed does no harm. A rehearsal of
+            # the second would need all of the first one's memory again.
+            begins = Captured(partial(self._run_micro, True), pool=pool)
+            goes_on = Captured(partial(self._run_micro, False), pool=pool, rehearsals=0)
+            self._micro = lambda first: (begins if first else goes_on)()
             self._update = Captured(self._run_update, pool=pool)
         self.apply.fill_(1)
         self.clear()
@@ -299,7 +302,10 @@ class DrafterStep:
             chunk=self._head_loss,
         )
         gradients = torch.autograd.grad(hidden_NH, self._leaves, grad_NH)
-        (torch._foreach_copy_ if first else torch._foreach_add_)(self._summed, gradients)
+        collect = torch._foreach_copy_ if first else torch._foreach_add_
+        matrices = sum(leaf.ndim > 1 for leaf in self._leaves)
+        for part in (slice(matrices), slice(matrices, None)):  # of one format each: torch is slow with a mixture
+            collect(self._summed[part], gradients[part])
         valid_AK = own.valid_AB[:, 1:]
         right_AK = hits_N.view_as(valid_AK) & valid_AK
         self.micro_sums.copy_(torch.stack([loss.double(), weights_AB.sum()]))
