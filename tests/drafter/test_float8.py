@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.drafter.float8 import E4M3, check_sizes, linear8, quantize, transposed
+from paceline.drafter.float8 import E4M3, check_sizes, halves8, linear8, quantize, transposed
 from paceline.records import UserError
 
 T, K, N = 96, 64, 48
@@ -41,6 +41,17 @@ def test_a_product_and_its_gradients_are_near_those_of_float64(spread: float, sc
         assert own.dtype == torch.bfloat16
         # An entry of e4m3 is off by 2^-4 at most and by some 2.6 % in the mean; the two of a product are independent.
         assert off(own, truth) <= 0.05, name
+
+
+def test_halves_are_those_of_the_product_and_so_are_gradients() -> None:
+    x, weight, dy = drawn(T, K, spread=1.0, seed=1), drawn(N, K, spread=0.5, seed=2), drawn(T, N, spread=1.0, seed=3)
+    dy[:, : N // 2] *= 100  # the scale is that of both halves
+    results = []
+    for product in (linear8, lambda x, weight: torch.cat(halves8(x, weight), -1)):
+        leaves = [x.bfloat16().requires_grad_(), weight.bfloat16().requires_grad_()]
+        y = product(*leaves)
+        results.append([y, *torch.autograd.grad(y, leaves, dy.bfloat16())])
+    assert all(torch.equal(whole, halved) for whole, halved in zip(*results, strict=True))
 
 
 def test_each_row_of_a_product_and_each_outputs_gradient_is_as_precise_as_the_largest() -> None:

@@ -47,23 +47,54 @@ def linear8(x: Float[Tensor, "*T K"], weight_NK: Float[Tensor, "N K"]) -> Float[
     return y_TN.unflatten(0, x.shape[:-1])
 
 
+def halves8(x: Float[Tensor, "*T K"], weight_NK: Float[Tensor, "N K"]) -> tuple[Tensor, Tensor]:
+    """Return both halves of `linear8`'s outputs: apart, their gradients need not be put together before quantizing."""
+    first_TM, second_TM = _Halves8.apply(x.flatten(0, -2), weight_NK)
+    return first_TM.unflatten(0, x.shape[:-1]), second_TM.unflatten(0, x.shape[:-1])
+
+
+class _Halves8(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TK: Tensor, weight_NK: Tensor) -> tuple[Tensor, Tensor]:
+        y_TN = _forward(ctx, x_TK, weight_NK)
+        first_TM, second_TM = y_TN.chunk(2, dim=-1)
+        return first_TM, second_TM
+
+    @staticmethod
+    def backward(ctx: Any, first_TM: Tensor, second_TM: Tensor) -> tuple[Tensor, Tensor]:
+        w_1N = ctx.saved_tensors[-1].t()
+        wide = [dy_TM.float() * w_1M for dy_TM, w_1M in zip((first_TM, second_TM), w_1N.chunk(2, dim=-1), strict=True)]
+        largest_T1 = torch.maximum(*(half_TM.abs().amax(-1, keepdim=True) for half_TM in wide))
+        u_T1 = _scale(largest_T1, _LEAST)
+        g8_TN = torch.cat([(half_TM / u_T1).to(E4M3) for half_TM in wide], dim=-1)
+        return _gradients(ctx, g8_TN, u_T1, first_TM.dtype)
+
+
 class _Linear8(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TK: Tensor, weight_NK: Tensor) -> Tensor:
-        x8_TK, s_T1 = quantize(x_TK)
-        w8_NK, w_N1 = quantize(weight_NK, least=_LEAST_WEIGHT)
-        # Transposed here, so that it is these bytes that are kept and not what they could be made of again.
-        ctx.save_for_backward(transposed(x8_TK), s_T1, transposed(w8_NK), w_N1)
-        return _product(x8_TK, s_T1, w8_NK, w_N1, x_TK.dtype)
+        return _forward(ctx, x_TK, weight_NK)
 
     @staticmethod
     def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor, Tensor]:
-        x8_KT, s_T1, w8_KN, w_N1 = ctx.saved_tensors
-        g8_TN, u_T1 = quantize(dy_TN * w_N1.t())
-        dx_TK = _product(g8_TN, u_T1, w8_KN, torch.ones_like(w8_KN[:, :1], dtype=torch.float32), dy_TN.dtype)
-        z8_KT, f_K1 = quantize(x8_KT.float() * (s_T1 * u_T1).t())
-        dw_NK = _product(transposed(g8_TN), 1 / w_N1, z8_KT, f_K1, dy_TN.dtype)
-        return dx_TK, dw_NK
+        g8_TN, u_T1 = quantize(dy_TN * ctx.saved_tensors[-1].t())
+        return _gradients(ctx, g8_TN, u_T1, dy_TN.dtype)
+
+
+def _forward(ctx: Any, x_TK: Tensor, weight_NK: Tensor) -> Tensor:
+    x8_TK, s_T1 = quantize(x_TK)
+    w8_NK, w_N1 = quantize(weight_NK, least=_LEAST_WEIGHT)
+    # Transposed here, so that it is these bytes that are kept and not what they could be made of again.
+    ctx.save_for_backward(transposed(x8_TK), s_T1, transposed(w8_NK), w_N1)
+    return _product(x8_TK, s_T1, w8_NK, w_N1, x_TK.dtype)
+
+
+def _gradients(ctx: Any, g8_TN: Tensor, u_T1: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the input's gradient and the weight's, of the output's times w."""
+    x8_KT, s_T1, w8_KN, w_N1 = ctx.saved_tensors
+    dx_TK = _product(g8_TN, u_T1, w8_KN, torch.ones_like(w8_KN[:, :1], dtype=torch.float32), dtype)
+    z8_KT, f_K1 = quantize(x8_KT.float() * (s_T1 * u_T1).t())
+    return dx_TK, _product(transposed(g8_TN), 1 / w_N1, z8_KT, f_K1, dtype)
 
 
 def quantize(x_RI: Tensor, *, least: float = _LEAST) -> tuple[Tensor, Tensor]:
@@ -72,10 +103,13 @@ def quantize(x_RI: Tensor, *, least: float = _LEAST) -> tuple[Tensor, Tensor]:
     A row that holds what is not finite becomes not finite altogether.
     """
     wide_RI = x_RI.float()
-    bits_R1 = wide_RI.abs().amax(-1, keepdim=True).view(torch.int32)
-    scale_R1 = ((bits_R1 + _ABOVE_MANTISSA) & _EXPONENT).view(torch.float32) * _OF_LARGEST
-    scale_R1 = scale_R1.clamp_min(least)
+    scale_R1 = _scale(wide_RI.abs().amax(-1, keepdim=True), least)
     return (wide_RI / scale_R1).to(E4M3), scale_R1
+
+
+def _scale(largest_R1: Tensor, least: float) -> Tensor:
+    bits_R1 = (largest_R1.view(torch.int32) + _ABOVE_MANTISSA) & _EXPONENT
+    return (bits_R1.view(torch.float32) * _OF_LARGEST).clamp_min(least)
 
 
 def _product(a_RI: Tensor, a_R1: Tensor, b_CI: Tensor, b_C1: Tensor, dtype: torch.dtype) -> Tensor:
@@ -93,7 +127,10 @@ def _product(a_RI: Tensor, a_R1: Tensor, b_CI: Tensor, b_C1: Tensor, dtype: torc
     return made_RC.to(dtype)
 
 
-@torch.library.custom_op("paceline::transposed", mutates_args=(), schema="(Tensor x) -> Tensor")
+# Any layout is taken, so that the compiler hands over what a product reads and does not write another one like it.
+@torch.library.custom_op(
+    "paceline::transposed", mutates_args=(), schema="(Tensor x) -> Tensor", tags=(torch.Tag.flexible_layout,)
+)
 def transposed(x: Tensor) -> Tensor:
     """Return a matrix of bytes transposed and contiguous.
 
@@ -101,11 +138,11 @@ def transposed(x: Tensor) -> Tensor:
     byte here and there, nor computes it again in backward.
     """
     if x.device.type != "cuda":
-        return x.view(torch.uint8).t().contiguous().view(x.dtype)
+        return x.contiguous().view(torch.uint8).t().contiguous().view(x.dtype)
     from paceline.drafter.transpose import transpose_bytes  # Triton comes with torch for GPUs alone
 
     with torch.cuda.device(x.device):
-        return transpose_bytes(x.view(torch.uint8)).view(x.dtype)
+        return transpose_bytes(x.contiguous().view(torch.uint8)).view(x.dtype)
 
 
 @transposed.register_fake

@@ -26,6 +26,7 @@ from paceline.drafter.attention import Visibility, attend
 from paceline.drafter.model import rotary
 
 Product = Callable[[Tensor, Tensor], Tensor]  # rows times a weight transposed, as F.linear
+Halves = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # both halves of the product's columns
 Turns = tuple[Float[Tensor, "K E"], Float[Tensor, "K E"]]
 
 _LEAF_OF = {"k_proj": "kv_proj", "v_proj": "kv_proj", "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
@@ -63,6 +64,12 @@ def distinct_rows(anchors: int) -> int:
     return (anchors // _ROWS + 1) * _ROWS
 
 
+def halves(rows: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both halves of the product's columns."""
+    first, second = F.linear(rows, weight).chunk(2, dim=-1)
+    return first, second
+
+
 class JoinedLayer(nn.Module):
     """The leaves of one layer."""
 
@@ -80,13 +87,17 @@ class JoinedLayer(nn.Module):
 
 
 class Joined(nn.Module):
-    """The twin. `leaves` are named as `leaf_names` says; `product` is what every matrix product is computed with."""
+    """The twin. `leaves` are named as `leaf_names` says; products are computed with `product` and `halves`."""
 
     def __init__(
-        self, settings: DrafterSettings, leaves: Mapping[str, nn.Parameter], product: Product = F.linear
+        self,
+        settings: DrafterSettings,
+        leaves: Mapping[str, nn.Parameter],
+        product: Product = F.linear,
+        halves: Halves = halves,
     ) -> None:
         super().__init__()
-        self.settings, self.product = settings, product
+        self.settings, self.product, self.halves = settings, product, halves
         self.fc, self.hidden_norm = leaves["fc.weight"], leaves["hidden_norm.weight"]
         self.layers = nn.ModuleList([JoinedLayer(leaves, f"layers.{at}") for at in range(settings.layers)])
         self.norm = leaves["norm.weight"]
@@ -124,7 +135,7 @@ class Joined(nn.Module):
         # One tensor of both inputs, whose end the query's product reads.
         rows_KH = torch.cat([context_CH, self._normed(x_QH, layer.input_layernorm)])
         q_QNE = self._heads(self.product(rows_KH[len(context_CH) :], layer.q_proj))
-        k_KME, v_KME = self._heads(self.product(rows_KH, layer.kv_proj)).chunk(2, dim=1)
+        k_KME, v_KME = map(self._heads, self.halves(rows_KH, layer.kv_proj))
         return self._normed(q_QNE, layer.q_norm), self._normed(k_KME, layer.k_norm), v_KME
 
     def _first(
@@ -147,7 +158,7 @@ class Joined(nn.Module):
 
     def _mlp(self, layer: JoinedLayer, x_QH: Tensor) -> Tensor:
         normed_QH = self._normed(x_QH, layer.post_attention_layernorm)
-        gate, up = self.product(normed_QH, layer.gate_up_proj).chunk(2, dim=-1)
+        gate, up = self.halves(normed_QH, layer.gate_up_proj)
         return self.product(F.silu(gate) * up, layer.down_proj)
 
     def _heads(self, rows: Tensor) -> Tensor:

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -25,7 +24,7 @@ from paceline import blocks
 from paceline.config import TrainSettings
 from paceline.drafter.attention import Dense, Visibility, block_sparse, fits_tiles
 from paceline.drafter.ends import FrozenEnds
-from paceline.drafter.float8 import linear8
+from paceline.drafter.float8 import halves8, linear8
 from paceline.drafter.fused_head import FrozenHead8, fused_head_loss, has_kernel, head_in_fp8
 from paceline.drafter.joined import Joined, Turns, distinct_ids, leaf_names, turns
 from paceline.drafter.loss import HeadLoss, frozen_head_loss, head_loss
@@ -107,8 +106,8 @@ class DrafterStep:
         copy_S = self._flat.weights_P[: self._flat.matrix_entries].bfloat16() if mixed else None
         leaves |= {} if copy_S is None else self._flat.leaves(copy_S)
         working = {name: nn.Parameter(leaf) for name, leaf in leaves.items()}
-        product = linear8 if settings.fp8 == "on" else F.linear
-        self._working, self._leaves = Joined(shape, working, product), list(working.values())
+        products = (linear8, halves8) if settings.fp8 == "on" else ()
+        self._working, self._leaves = Joined(shape, working, *products), list(working.values())
         self.gradients = self._flat.gradients_P
         self._summed = list(self._flat.leaves(self.gradients).values())
         # Head products run in the compute format; the loss itself is float32 or wider.
