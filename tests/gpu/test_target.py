@@ -11,7 +11,7 @@ from transformers import AutoModel
 from paceline.records import BlockSet, TokenBatch
 from paceline.runtime.compiling import forbid_recompiles, warm_compiler
 from paceline.target.model import FeatureTarget
-from paceline.target.products import Matrix, in_fp8, product
+from paceline.target.products import Matrix, in_fp8, product, quantize
 from paceline.target.varlen import Ends, kernel_for, samples_apart
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("traceable")]
@@ -76,13 +76,14 @@ def test_compiled_it_gives_the_plain_paths_features(name: str, fp8: bool) -> Non
     assert target.recompiles == 0
 
 
-def test_a_product_in_fp8_on_the_device_is_that_of_the_cpu() -> None:
+def test_a_product_in_fp8_is_that_of_the_numbers_that_fp8_holds() -> None:
     draw = torch.Generator().manual_seed(0)
-    x = (torch.randn(256, 512, generator=draw) * torch.logspace(-3, 3, 256)[:, None]).bfloat16()
-    matrix = Matrix((torch.randn(384, 512, generator=draw) * 0.02).bfloat16(), None, None)
-    wanted = product(x, in_fp8(matrix)).float()
-    there = in_fp8(Matrix(matrix.weight_NK.cuda(), None, None))
-    found = product(x.cuda(), there).float().cpu()
+    x = (torch.randn(256, 512, generator=draw) * torch.logspace(-3, 3, 256)[:, None]).bfloat16().cuda()
+    matrix = in_fp8(Matrix((torch.randn(384, 512, generator=draw) * 0.02).bfloat16().cuda(), None, None))
+    assert matrix.scale_N1 is not None
+    held, scale = quantize(x)
+    wanted = (held.double() * scale) @ (matrix.weight_NK.double() * matrix.scale_N1).T
+    found = product(x, matrix).double()
     assert ((found - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max() <= 0.01
 
 

@@ -92,7 +92,7 @@ def _forward(ctx: Any, x_TK: Tensor, weight_NK: Tensor) -> Tensor:
 def _gradients(ctx: Any, g8_TN: Tensor, u_T1: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the input's gradient and the weight's, of the output's times w."""
     x8_KT, s_T1, w8_KN, w_N1 = ctx.saved_tensors
-    dx_TK = _product(g8_TN, u_T1, w8_KN, torch.ones_like(w8_KN[:, :1], dtype=torch.float32), dtype)
+    dx_TK = _product(g8_TN, u_T1, w8_KN, ones_of(w8_KN), dtype)
     z8_KT, f_K1 = quantize(x8_KT.float() * (s_T1 * u_T1).t())
     return dx_TK, _product(transposed(g8_TN), 1 / w_N1, z8_KT, f_K1, dtype)
 
@@ -125,6 +125,21 @@ def _product(a_RI: Tensor, a_R1: Tensor, b_CI: Tensor, b_C1: Tensor, dtype: torc
         use_fast_accum=True,
     )
     return made_RC.to(dtype)
+
+
+@torch.library.custom_op("paceline::ones_of", mutates_args=(), schema="(Tensor x) -> Tensor")
+def ones_of(x_RI: Tensor) -> Tensor:
+    """Return a scale [R, 1] of ones in float32.
+
+    An operator of its own: of a constant, inductor hands the product a single number where it reads R (torch 2.11), and
+    what it makes of them is zeros.
+    """
+    return torch.ones(len(x_RI), 1, dtype=torch.float32, device=x_RI.device)
+
+
+@ones_of.register_fake
+def _(x_RI: Tensor) -> Tensor:
+    return x_RI.new_empty(len(x_RI), 1, dtype=torch.float32)
 
 
 # Any layout is taken, so that the compiler hands over what a product reads and does not write another one like it.

@@ -240,8 +240,8 @@ class DrafterStep:
 
         The buffers still hold what was checked.
         """
-        fp8, own = self.settings.fp8 == "on", self.buffers
-        bounds = check.BOUNDS["fp8" if fp8 else self.settings.dtype]
+        own = self.buffers
+        bounds, fp8 = self._bounds()
         made = check.best_labels(self.drafter, self.ends, check.contents(own, len(self.ends.head_VH)), self.weights_B)
         made.fill(own)
         self.clear()
@@ -263,10 +263,13 @@ class DrafterStep:
         self._micro(False)
         twice_2 = self._told() / torch.tensor([1.0, 2.0], device=self.device)
         loss, gradient = (torch.stack([once_2, twice_2]) / told_2 - 1).abs().amax(0).tolist()
-        fp8 = self.settings.fp8 == "on"
-        bounds = check.BOUNDS["fp8" if fp8 else self.settings.dtype]
+        bounds, fp8 = self._bounds()
         found = {"a replay's loss": (loss, bounds.loss), "a replay's gradient": (gradient, bounds.gradients)}
         check.hold(found, device=self.device, fp8=fp8)
+
+    def _bounds(self) -> tuple[check.Bounds, bool]:
+        fp8 = self.settings.fp8 == "on"
+        return check.BOUNDS["fp8" if fp8 else str(self.buffers.features_CD.dtype).removeprefix("torch.")], fp8
 
     def _told(self) -> Tensor:
         return torch.stack([self.micro_sums[0], torch.linalg.vector_norm(self.gradients).double()])
