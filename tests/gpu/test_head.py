@@ -117,7 +117,7 @@ def test_the_gradient_in_e4m3_is_that_of_float64_times_the_heads_steps(V: int, c
     padded[:, :V] = logits
     padded[:, V:] = 50.0  # no tokens, whatever is there
     poison(len(labels) * W)
-    made_losses, made_hits, made, scale = gradient_in_e4m3(
+    made_losses, made_hits, made, scale, of_label = gradient_in_e4m3(
         padded, labels, weights, cap, steps_W=steps.bfloat16(), largest_step=float(steps[:V].max()), vocab=V
     )
     torch.testing.assert_close(made_losses.double(), losses, rtol=1e-5, atol=2e-5)
@@ -126,7 +126,10 @@ def test_the_gradient_in_e4m3_is_that_of_float64_times_the_heads_steps(V: int, c
     assert torch.isfinite(numbers).all()
     assert not numbers[:, V:].any()
     assert not numbers[weights == 0].any()
-    expected = grads * steps[:V]
+    own = labels[:, None]
+    torch.testing.assert_close(of_label.double(), grads.gather(1, own), rtol=1e-5, atol=2e-6)
+    assert not numbers.gather(1, own).any()
+    expected = grads.scatter(1, own, 0) * steps[:V]
     bound = E4M3 * expected.abs() + (E4M3_STEP * 1.01 * scale + FLOAT32 * steps[:V]).double()
     assert ((numbers[:, :V] * scale - expected).abs() <= bound).all()
 
@@ -137,12 +140,15 @@ def test_gradients_in_e4m3_use_the_range_they_have() -> None:
     logits, labels, weights = rows_of(4096)
     weights = weights.clamp_min(0.1)
     steps = torch.full((4096,), 2.0**-9, device=DEVICE)
-    _, _, made, _ = gradient_in_e4m3(
+    _, _, made, _, _ = gradient_in_e4m3(
         logits, labels, weights, 0.0, steps_W=steps.bfloat16(), largest_step=2.0**-9, vocab=4096
     )
     largest = made.float().abs().amax(1)
     certain = torch.arange(12, device=DEVICE) == 3  # where 1 - p is below float32's errors
-    assert (largest[~certain] >= 416).all()
+    best_but_label = logits.double().scatter(1, labels[:, None], -torch.inf).argmax(1)
+    wrong = logits.double().argmax(1) == best_but_label
+    assert wrong.any()
+    assert (largest[wrong & ~certain] >= 416).all()
 
 
 def problem(rows: int, V: int, H: int, head_format: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -2,7 +2,8 @@
 
 In fp8 hidden states are quantized row by row, and so is the gradient of the logits, by a bound that the kernel knows
 before it writes it. The second product sums over the vocabulary, so the scales of the head's rows do not come out of
-it: the kernel multiplies them into the gradient first. They are powers of two, which makes that exact.
+it: the kernel multiplies them into the gradient first. They are powers of two, which makes that exact. The label's part
+of the gradient, as large as all the rest, is no part of this: it is added from the head as it was given.
 
 Shapes: R rows, H width, V vocabulary, W = V rounded up to what the fp8 product takes.
 """
@@ -34,6 +35,7 @@ class FrozenHead8(NamedTuple):
     steps_W: Tensor  # the scales in bfloat16, which holds them exactly
     ones_1H: Tensor  # float32: the second product wants scales, too
     largest_step: float
+    plain_VH: Tensor  # as it was given: labels' own rows are added from here
     vocab: int
 
 
@@ -64,6 +66,7 @@ def head_in_fp8(head_VH: Float[Tensor, "V H"]) -> FrozenHead8:
         steps_W=scale_W.bfloat16(),
         ones_1H=torch.ones(1, H, device=head_VH.device),
         largest_step=float(scale_W[:V].max()),
+        plain_VH=head_VH,
         vocab=V,
     )
 
@@ -103,7 +106,7 @@ def fused_head_loss(
         out_dtype=torch.bfloat16,
         use_fast_accum=_FAST_SUM_OVER_WIDTH,
     )
-    losses_R, hits_R, grad_RW, scale_R1 = gradient_in_e4m3(
+    losses_R, hits_R, grad_RW, scale_R1, of_label_R1 = gradient_in_e4m3(
         logits_RW, labels_R, weights_R, cap, steps_W=head.steps_W, largest_step=head.largest_step, vocab=head.vocab
     )
     grad_RH = torch._scaled_mm(
@@ -114,4 +117,5 @@ def fused_head_loss(
         out_dtype=torch.bfloat16,
         use_fast_accum=_FAST_SUM_OVER_VOCABULARY,
     )
+    grad_RH = torch.addcmul(grad_RH.float(), of_label_R1, head.plain_VH[labels_R].float())
     return losses_R.sum(), hits_R, grad_RH.to(hidden_RH.dtype)

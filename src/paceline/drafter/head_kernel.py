@@ -28,8 +28,8 @@ def gradient_in_place(logits_RV: Tensor, labels_R: Tensor, weights_R: Tensor, ca
     losses_R, hits_R = _results(logits_RV)
     with torch.cuda.device_of(logits_RV):  # Triton launches on the current device
         _between[(R,)](
-            logits_RV, labels_R, weights_R.float(), losses_R, hits_R, logits_RV, losses_R, losses_R, 1.0, cap, V, V,
-            CAPPED=cap != 0, FP8=False, **_BFLOAT16,
+            logits_RV, labels_R, weights_R.float(), losses_R, hits_R, logits_RV, losses_R, losses_R, losses_R, 1.0,
+            cap, V, V, CAPPED=cap != 0, FP8=False, **_BFLOAT16,
         )  # fmt: skip
     return losses_R, hits_R.view(torch.bool)
 
@@ -43,8 +43,11 @@ def gradient_in_e4m3(
     steps_W: Tensor,
     largest_step: float,
     vocab: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return losses, hits, and the gradient times `steps_W` in e4m3 with the float32 scale [R, 1] of each row.
+
+    The label's own entry is apart, last, [R, 1] in float32 and without `steps_W`, and 0 in e4m3. It is about as large as
+    all others together: in one scale with it, those of a flat distribution, 1/V each, would be the last bits of e4m3.
 
     `steps_W` are the scales of the head's rows, none above `largest_step`: they belong to what the second product sums
     over and cannot be applied behind it. Entries from `vocab` on are no tokens: they are not read, and written as 0.
@@ -52,13 +55,13 @@ def gradient_in_e4m3(
     R, W = logits_RW.shape
     losses_R, hits_R = _results(logits_RW)
     grad_RW = torch.empty_like(logits_RW, dtype=torch.float8_e4m3fn)
-    scale_R1 = losses_R.new_empty(R, 1)
+    scale_R1, of_label_R1 = losses_R.new_empty(R, 1), losses_R.new_empty(R, 1)
     with torch.cuda.device_of(logits_RW):
         _between[(R,)](
-            logits_RW, labels_R, weights_R.float(), losses_R, hits_R, grad_RW, scale_R1, steps_W, largest_step, cap,
-            vocab, W, CAPPED=cap != 0, FP8=True, **_E4M3,
+            logits_RW, labels_R, weights_R.float(), losses_R, hits_R, grad_RW, scale_R1, of_label_R1, steps_W,
+            largest_step, cap, vocab, W, CAPPED=cap != 0, FP8=True, **_E4M3,
         )  # fmt: skip
-    return losses_R, hits_R.view(torch.bool), grad_RW, scale_R1
+    return losses_R, hits_R.view(torch.bool), grad_RW, scale_R1, of_label_R1
 
 
 def quantize_rows(x_RH: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,7 +85,7 @@ def _results(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
 @no_type_check
 @triton.jit
 def _between(
-    logits, labels, weights, losses, hits, grads, scales, steps, largest_step, cap, vocab, width,
+    logits, labels, weights, losses, hits, grads, scales, of_label, steps, largest_step, cap, vocab, width,
     CAPPED: tl.constexpr, FP8: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -99,6 +102,7 @@ def _between(
         tl.store(hits + row, 0)
         if FP8:
             tl.store(scales + row, 1.0)
+            tl.store(of_label + row, 0.0)
     else:
         # The label's logit, read before anything is written over it.
         right = tl.load(logits + label).to(tl.float32)
@@ -130,9 +134,15 @@ def _between(
         tl.store(hits + row, tl.where(hit, 1, 0))
         shrink = 1.0
         if FP8:
-            # No entry of the gradient is above 1 - p of the label: its own is p - 1, and the others' p add up to 1 - p.
-            # What is added is above the rounding error of 1 - p.
-            bound = (tl.maximum(1 - tl.exp(right - log_sum), 0.0) + 4e-6) * largest_step * tl.abs(weight)
+            # No p but the label's is above the best one, or above 1 - p of the label where this is the best. What is
+            # added is above the rounding error of 1 - p.
+            p = tl.exp(right - log_sum)
+            most = tl.where(hit, tl.maximum(1 - p, 0.0) + 4e-6, tl.exp(top - log_sum))
+            bound = most * largest_step * tl.abs(weight)
+            own = (p - 1) * weight
+            if CAPPED:
+                own *= 1 - (right / cap) * (right / cap)
+            tl.store(of_label + row, own)
             scale = bound / 448
             tl.store(scales + row, scale)
             shrink = 1 / scale
@@ -142,7 +152,11 @@ def _between(
             if CAPPED:
                 bent = 1 - 2 / (1 + tl.exp(2 * y / cap))
                 y = bent * cap
-            grad = (tl.exp(y - log_sum) - tl.where(at == label, 1.0, 0.0)) * weight
+            grad = tl.exp(y - log_sum)
+            if FP8:
+                grad = tl.where(at == label, 0.0, grad) * weight
+            else:
+                grad = (grad - tl.where(at == label, 1.0, 0.0)) * weight
             if CAPPED:
                 grad *= 1 - bent * bent
             if FP8:
