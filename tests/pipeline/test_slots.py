@@ -207,3 +207,50 @@ def test_too_little_memory_says_what_to_lower(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("paceline.pipeline.slots.Slot", none_left)
     with pytest.raises(Exception, match=r"Lower pipeline\.credit_gib or train\.context_slots"):
         made(1, 1)
+
+
+class Stream:
+    """Stands for a CUDA stream: the places that it waits for before what is queued next."""
+
+    def __init__(self) -> None:
+        self.behind: set[object] = set()
+
+    def wait_event(self, event: "Event") -> None:
+        self.behind |= event.behind
+
+
+class Event:
+    """Stands for a CUDA event."""
+
+    def __init__(self) -> None:
+        self.behind: set[object] = set()
+
+    def record(self, stream: Stream) -> None:
+        self.behind = {*stream.behind, stream}
+
+
+@pytest.mark.parametrize("began", [True, False])
+def test_behind_a_writer_that_failed_the_next_still_waits_for_the_reader(
+    monkeypatch: pytest.MonkeyPatch, began: bool
+) -> None:
+    first, reader, failing, last = (Stream() for _ in range(4))
+    slot = Slot(0, torch.zeros(C, D))
+    slot._free, slot._written = Event(), Event()  # type: ignore[assignment]
+
+    def on(stream: Stream) -> None:
+        monkeypatch.setattr("torch.cuda.current_stream", lambda device: stream)
+
+    on(first)
+    slot.begin_writing()
+    slot.end_writing()
+    on(reader)
+    slot.begin_reading()
+    assert reader.behind == {first}
+    slot.end_reading()
+    on(failing)
+    if began:
+        slot.begin_writing()
+    assert slot.is_left()
+    on(last)
+    slot.begin_writing()
+    assert last.behind == {first, reader} | ({failing} if began else set())

@@ -80,14 +80,19 @@ class Slot:
         """Note where the reader's stream is."""
         if self._free is not None:
             self._free.record(torch.cuda.current_stream(self.device))
+        self._writer = None
 
     def is_left(self) -> bool:
-        """Let who writes next wait for a writer that failed; False if its stream is beyond help."""
+        """Let who writes next wait for a writer that failed; False if its stream is beyond help.
+
+        Who failed before it began to write has queued nothing, and has not waited for the reader before it.
+        """
         if self._free is not None and self._writer is not None:
             try:
                 self._free.record(self._writer)
             except RuntimeError:
                 return False
+        self._writer = None
         return True
 
 

@@ -24,7 +24,7 @@ from paceline.records import Hung, PacelineError, RunError
 from paceline.runtime.gate import Gate
 from paceline.runtime.interpreter import quick_handovers
 from paceline.runtime.pulse import Pulse, adopt
-from paceline.runtime.streams import own_stream
+from paceline.runtime.streams import own_stream, wait_for
 
 GRACE_S = 5.0  # how long other roles may take to leave after a failure
 _LONGEST = 2000  # characters of an error's begin, and of its end, that are told
@@ -262,12 +262,15 @@ class Supervisor:
             adopt(pulse)
             torch.get_num_threads()  # initialises this thread's own count, which would undo the next line later
             torch.set_num_threads(worker.cpu_threads)
+            if torch.device(role.device).type == "cuda":
+                torch.cuda.set_device(role.device)
+            tell("loading")
+            # Beside others who load; but alone where others work: loading switches the process's default dtype.
+            with self._gate.alone() if self._agreed else self._gate.work():
+                role.load()
+                wait_for(role.device)  # for the default stream: transformers loads in threads of its own, too
+            self._leave_if_stopping()
             with own_stream(role.device):
-                tell("loading")
-                # Beside others who load; but alone where others work: loading switches the process's default dtype.
-                with self._gate.alone() if self._agreed else self._gate.work():
-                    role.load()
-                self._leave_if_stopping()
                 tell("compiling")
                 with self._gate.alone():
                     facts = role.warm()

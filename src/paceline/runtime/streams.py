@@ -16,7 +16,6 @@ def own_stream(device: str) -> AbstractContextManager[object]:
     where = torch.device(device)
     if where.type != "cuda":
         return nullcontext()
-    torch.cuda.set_device(where)
     return torch.cuda.stream(torch.cuda.Stream(where))
 
 
