@@ -38,6 +38,7 @@ from paceline.runtime.gate import Gate
 from paceline.runtime.streams import wait_for
 from paceline.target.feature_cache import DiskCache, FeatureCache, MemoryCache, NoCache
 from paceline.target.load import TargetFacts
+from paceline.target.model import FeatureTarget
 from paceline.target.replica import TargetReplica, pace_of
 from paceline.train.guard import Guard
 from paceline.train.rank import DrafterRank
@@ -63,12 +64,14 @@ def train_in_threads(
     moving: Callable[[], object],
     told: Listeners,
     plan: InTraining | None = None,
+    made: Callable[[int], FeatureTarget] | None = None,
 ) -> tuple[Drafter, int]:
     """Train a drafter with one thread a role; return it and how often a step would have been compiled again.
 
     `fill` gives each rank's drafter its first weights; None draws them. Training goes on from `start`, where `batches`
     have to begin. Once `stopping` says so, it ends with the step that is under way, saved. What `moving` returns
-    changes while data is read that the roles wait for. With `plan` an evaluator decodes meanwhile.
+    changes while data is read that the roles wait for. With `plan` an evaluator decodes meanwhile. `made` gives the
+    target of each replica where it is there already.
 
     Raises:
         RunError: a role failed and none took its place; it is named with its device and cause, what the drafter has
@@ -85,7 +88,7 @@ def train_in_threads(
         misfits.append(guard)
         told.on_recompile(guard)
 
-    replicas = _replicas(settings, facts, largest, flow, cache, gate, policy, alarm, told.on_replica)
+    replicas = _replicas(settings, facts, largest, flow, cache, gate, policy, alarm, told.on_replica, made)
     dealer = Dealer(channel, len(pipeline.drafters))
     meeting = Meeting(len(pipeline.drafters))
     history = start.state["guard"] if start else None
@@ -270,6 +273,7 @@ def _replicas(
     policy: Policy,
     alarm: Callable[[str], None],
     tell: Callable[..., None],
+    made: Callable[[int], FeatureTarget] | None,
 ) -> Replicas:
     return Replicas(
         settings.pipeline.targets,
@@ -284,6 +288,7 @@ def _replicas(
             policy=policy,
             alarm=alarm,
             tell=tell,
+            made=made,
         ),
         dispenser=flow.source,
         channel=flow.channel,
@@ -307,6 +312,7 @@ def _build_replica(
     policy: Policy,
     alarm: Callable[[str], None],
     tell: Callable[..., None],
+    made: Callable[[int], FeatureTarget] | None,
 ) -> TargetReplica:
     landing = Landing(device, outlet, flow.slots)
 
@@ -351,6 +357,7 @@ def _build_replica(
         pace=pace_of(settings.target, device, policy),
         on_path=on_path,
         alarm=alarm,
+        made=made and partial(made, index),
     )
 
 

@@ -79,19 +79,20 @@ class TargetReplica:
         pace: Pace = _PLAIN,
         on_path: Callable[["TargetReplica", str], None] = lambda replica, reason: None,
         alarm: Callable[[str], None] = lambda guard: None,
+        made: Callable[[], FeatureTarget] | None = None,
     ) -> None:
         """`deliver` returns whether the features were still wanted; `room` returns where a micro-batch's may be
         written at once, on this device, and is theirs until they are delivered; `on_split` is told of a micro-batch
         that is computed again for lack of memory, and in how many parts; `on_loaded` which share of the weights is
         there; `on_path` why the fast path that was asked for is not taken, nothing if it is; `alarm` what did not fit
-        what was compiled.
+        what was compiled. `made` gives a target that is there already, instead of loading one.
         """
         self.name, self.device, self.doing = f"target replica {index}", device, ""
         self._facts, self._taps, self._dtype, self._wire = facts, taps, dtype, wire
         self._largest, self._source, self._cache = largest, source, cache
         self._deliver, self._gate, self._room = deliver, gate, room
         self._on_split, self._on_loaded = on_split, on_loaded
-        self.pace, self._on_path, self._alarm = pace, on_path, alarm
+        self.pace, self._on_path, self._alarm, self._made = pace, on_path, alarm, made
 
     def load(self) -> None:
         """Load the weights and see that they give what they should.
@@ -99,10 +100,12 @@ class TargetReplica:
         Raises:
             UserError: they do not.
         """
-        self._revision = fingerprint(self._facts.folder)  # of what is loaded now, not of what was looked at before
-        self._target = FeatureTarget(
-            self._facts, self._taps, dtype=self._dtype, device=self.device, on_loaded=partial(self._on_loaded, self)
-        )
+        if self._made is not None:
+            self._revision, self._target = self._facts.revision, self._made()
+        else:
+            self._revision = fingerprint(self._facts.folder)  # of what is loaded now, not of what was looked at before
+            told = partial(self._on_loaded, self)
+            self._target = FeatureTarget(self._facts, self._taps, dtype=self._dtype, device=self.device, on_loaded=told)
         check_features(self._target, self._facts.name, packed=False)
         self._unpackable: UserError | None = None
         try:
