@@ -109,6 +109,14 @@ def run_stand_ins(
     ).run(60.0)
 
 
+def rate_alone(seconds: float, count: int) -> float:
+    """Return how often a second a thread sleeps so long that has nothing else to do, which is a little less often."""
+    began = time.perf_counter()
+    for _ in range(count):
+        time.sleep(seconds)
+    return count / (time.perf_counter() - began)
+
+
 def rate_of_stand_ins(*, targets: int, ranks: int, target_s: float, step_s: float, count: int) -> float:
     """Return micro-batches a second behind warm-up and before the stream runs dry."""
     stamps: list[float] = []

@@ -27,12 +27,13 @@ from paceline.config import RunSettings
 from paceline.observe.console import Console
 from paceline.pipeline.listeners import Listeners
 from paceline.pipeline.slots import slot_count
-from paceline.pipeline.stand_ins import rate_of_stand_ins
+from paceline.pipeline.stand_ins import rate_alone, rate_of_stand_ins
 from paceline.pipeline.supervisor import RoleState
 from paceline.pipeline.threads import train_in_threads
 from paceline.records import FeatureBatch, StepReport
 
-_SLEEPS_S = ((0.040, 0.020), (0.020, 0.040), (0.030, 0.030))  # of a target and of a step
+_SLEEPS_S = ((0.100, 0.050), (0.050, 0.100), (0.080, 0.080))  # of a target and of a step, as long as real ones
+_ALONE = 20  # sleeps
 
 
 def bench_pipeline(work: PipelineWork, console: Console) -> list[dict[str, Any]]:
@@ -131,7 +132,7 @@ def bench_stand_ins(console: Console, *, targets: int, drafters: int, count: int
     for target_s, step_s in _SLEEPS_S:
         console.stage(f"a target that takes {1e3 * target_s:g} ms, a step that takes {1e3 * step_s:g} ms")
         rate = rate_of_stand_ins(targets=targets, ranks=drafters, target_s=target_s, step_s=step_s, count=count)
-        slower = min(targets / target_s, drafters / step_s)
+        slower = min(targets * rate_alone(target_s, _ALONE), drafters * rate_alone(step_s, _ALONE))
         rows.append(
             {
                 "who": "stand-ins that sleep",
