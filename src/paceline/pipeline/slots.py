@@ -52,7 +52,8 @@ class Slot:
         self.positions_C = torch.empty(len(like_CD), dtype=torch.long, device=like_CD.device)
         cuda = self.device.type == "cuda"
         # An event that nobody has recorded yet lets everybody pass.
-        self._written, self._free = (torch.cuda.Event(), torch.cuda.Event()) if cuda else (None, None)
+        self._written: torch.cuda.Event | None = torch.cuda.Event() if cuda else None
+        self._free: torch.cuda.Event | None = torch.cuda.Event() if cuda else None
         self._writer: torch.cuda.Stream | None = None
 
     @property
