@@ -118,6 +118,53 @@ def bench_target(
     finish(console, json, measure(work, console), "")
 
 
+@bench.command("pipeline")
+def bench_pipeline(
+    shape: Annotated[
+        Literal["tiny", "qwen3-8b"] | None, typer.Option(help="Target and drafter. Default: qwen3-8b, on a CPU tiny.")
+    ] = None,
+    targets: Annotated[
+        str | None, typer.Option(help="Devices of target replicas, by commas. Default: one, a GPU if there is one.")
+    ] = None,
+    drafters: Annotated[
+        str | None, typer.Option(help="Devices of drafter ranks, by commas. Default: the targets'.")
+    ] = None,
+    policy: Annotated[Policy | None, typer.Option(help="How the step runs. Default: captured, on a CPU eager.")] = None,
+    dtype: Annotated[Number | None, typer.Option(help="Default: float32 on a CPU, bfloat16 on a GPU.")] = None,
+    steps: Annotated[int, typer.Option(min=8, help="Steps that are timed, behind warm-up.")] = 24,
+    fp8: Annotated[bool, typer.Option("--fp8", help="The target's products in fp8, as target.fp8.")] = False,
+    stand_ins: Annotated[
+        bool, typer.Option("--stand-ins", help="Roles that sleep in place of target and step: the pipeline alone.")
+    ] = False,
+    json: AsJson = False,
+) -> None:
+    """A whole run with random weights: samples/s, against both of its sides alone."""
+    console = Console(json=json)
+    here = (targets or choose_device(None)).split(",")
+    there = drafters.split(",") if drafters else here
+    from paceline.recipes.bench_pipeline import bench_pipeline as measure
+    from paceline.recipes.bench_pipeline import bench_stand_ins
+
+    if stand_ins:
+        rows = bench_stand_ins(console, targets=len(here), drafters=len(there), count=4 * steps)
+        finish(console, json, rows, "")
+        return
+    from paceline.bench.pipeline import PipelineWork
+
+    devices = [choose_device(name) for name in (*here, *there)]
+    gpu = all(name.startswith("cuda") for name in devices)
+    work = PipelineWork(
+        name=shape or ("qwen3-8b" if gpu else "tiny"),
+        targets=tuple(here),
+        drafters=tuple(there),
+        dtype=dtype or ("bfloat16" if gpu else "float32"),
+        policy=policy or ("captured" if gpu else "eager"),
+        steps=steps,
+        fp8=fp8,
+    )
+    finish(console, json, measure(work, console), "")
+
+
 @bench.command("generate")
 def bench_generate(
     shape: Annotated[Literal["smollm2", "qwen3-8b"], typer.Option(help="Which target; its weights are random.")] = (

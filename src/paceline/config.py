@@ -193,7 +193,7 @@ class PipelineSettings(Section):
     drafters: tuple[str, ...] = Field(("cpu",), min_length=1, description="one device a drafter rank")
     target_threads: Count = Field(1, description="CPU threads of each target replica's matrix products")
     drafter_threads: Count = Field(1, description="CPU threads of each drafter rank's matrix products")
-    credit_gib: float = Field(2.0, gt=0, le=2**20, description="features that may wait for the drafter, in GiB")
+    credit_gib: float = Field(2.0, gt=0, le=2**20, description="room for features at the drafters, in GiB")
     ready_timeout_s: float = Field(600.0, gt=0, le=1e6, description="longest start-up of a role, in seconds")
     work_timeout_s: float = Field(
         600.0, gt=0, le=1e6, description="longest work on one micro-batch or step, and longest standstill, in seconds"

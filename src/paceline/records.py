@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:  # records are named by torch-free modules too
     from torch import Tensor
@@ -89,6 +90,14 @@ class TokenBatch:
         return sum(self.lengths)
 
 
+@runtime_checkable
+class Lent(Protocol):
+    """Memory that is somebody else's once it was read."""
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Hold while it is read; work that is queued on this thread's stream counts."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class FeatureBatch:
     """One micro-batch as it reaches the drafter: real tokens only, laid end to end."""
@@ -96,6 +105,11 @@ class FeatureBatch:
     tokens: TokenBatch
     features_TD: Tensor  # [T, m * H]
     positions_T: Tensor  # int64 [T], position of each token in its sample
+    loan: Lent | None = None  # the memory of both, where it is not the batch's own
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Hold while features and positions are read, once: then the memory may be another batch's."""
+        return nullcontext() if self.loan is None else self.loan.reading()
 
     @property
     def nbytes(self) -> int:

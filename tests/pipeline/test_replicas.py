@@ -237,12 +237,12 @@ def test_a_micro_batch_that_was_split_is_told(settings: Any, monkeypatch: pytest
     expected = losses(settings("whole"))
     whole, parts = TargetReplica._whole, []
 
-    def out_of_memory(self: TargetReplica, tokens: TokenBatch) -> torch.Tensor:
+    def out_of_memory(self: TargetReplica, tokens: TokenBatch, *rest: Any) -> torch.Tensor:
         if self.doing.startswith("micro-batch 3 "):
             parts.append(tokens)
             if len(parts) == 1:
                 raise torch.OutOfMemoryError("CUDA out of memory.")
-        return whole(self, tokens)
+        return whole(self, tokens, *rest)
 
     monkeypatch.setattr(TargetReplica, "_whole", out_of_memory)
     tree = settings("tight")

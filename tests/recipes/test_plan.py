@@ -143,12 +143,17 @@ def test_memory_is_told_for_the_targets_own_sizes(
     run = load_settings(run_yaml, [f"target.model={facts.folder}", "train.optimizer=muon"])
     sizes = {"hidden_size": facts.hidden_size, "vocab_size": facts.vocab_size, "tied": name == "tied"}
     want = step_memory(run.drafter, run.train, **sizes)
-    assert plan_memory(run, Console(json=False)) == {**want.as_dict(), "ranks": {"cpu": 1}}
+    C, width = run.train.context_slots, len(run.drafter.taps) * facts.hidden_size
+    slots = 16 * C * (2 * width + 8)  # features in bfloat16 and positions; the credit would pay for more
+    total = want.total + slots
+    told = plan_memory(run, Console(json=False))
+    assert told == {**want.as_dict(), "slots": slots, "total": total, "ranks": {"cpu": 1}}
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     rows = {line.rsplit(maxsplit=1)[0].strip(): line.rsplit(maxsplit=1)[1] for line in lines if line.strip()}
     assert rows["embedding and head"] == f"{want.ends / 2**30:.2f}"
-    assert rows["total"] == f"{want.total / 2**30:.2f}"
+    assert rows["slots for features"] == f"{slots / 2**30:.2f}"
+    assert rows["total"] == f"{total / 2**30:.2f}"
 
 
 def test_memory_is_part_of_a_runs_plan_alone(run_yaml: Path, tiny_folder: Path) -> None:

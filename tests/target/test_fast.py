@@ -372,3 +372,17 @@ def test_compiled_once_it_takes_any_number_of_tokens(tiny: TargetFacts, fp8: boo
             assert error_T.median() <= (0.2 if fp8 else 1e-5)
         again.warm()  # one that takes the place of another finds all that was compiled
     assert (replica._target.recompiles, again._target.recompiles, alarms) == (0, 0, [])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_taps_are_written_where_there_is_room_for_them(dtype: torch.dtype) -> None:
+    """Between others' rows, which stay; rounded as a copy would round them."""
+    fast = FastTrunk(trunk_of(PLAIN["Qwen3"]()), TAPS)
+    batch = batch_of(LENGTHS)
+    wanted = fast.features(batch)
+    memory = torch.full((batch.num_tokens + 5, wanted.shape[1]), 7.0, dtype=dtype)
+    room = memory[2 : 2 + batch.num_tokens]
+    assert fast.features(batch, room) is room
+    assert torch.equal(room, wanted.to(dtype))
+    assert (memory[:2] == 7).all()
+    assert (memory[2 + batch.num_tokens :] == 7).all()

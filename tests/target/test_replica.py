@@ -154,3 +154,28 @@ def test_only_what_was_wanted_is_kept(make: Any, wanted: bool) -> None:
     kept = made.cache.get((0,))
     assert (kept is not None) == wanted
     assert len(made.delivered) == 1
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_what_is_kept_is_not_where_others_will_write(make: Any, fast: bool) -> None:
+    """The room of a micro-batch is written again once it was read, maybe before the cache gets its features."""
+    tokens = batch_of(LENGTHS)
+    made = make([tokens])
+    if fast:
+        assert made.replica._target.quicken() == ""
+    wanted = made.replica._target.features(tokens).clone()
+    room_TD = torch.zeros_like(wanted)
+    made.replica._room = lambda tokens: room_TD[: tokens.num_tokens]
+    deliver = made.replica._deliver
+
+    def overwritten(batch: FeatureBatch) -> bool:
+        assert torch.equal(batch.features_TD, wanted)
+        assert (batch.features_TD.data_ptr() == room_TD.data_ptr()) == fast
+        room_TD.fill_(7)
+        return bool(deliver(batch))
+
+    made.replica._deliver = overwritten
+    made.replica.run()
+    kept_TD = made.cache.get(tokens.samples)
+    assert kept_TD is not None
+    assert torch.equal(kept_TD, wanted)

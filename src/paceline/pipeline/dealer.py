@@ -4,9 +4,22 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 
-from paceline.records import FeatureBatch
+from paceline.records import FeatureBatch, TokenBatch
 from paceline.runtime import pulse
 from paceline.train.loop import Dealt
+
+
+class Turns:
+    """Which rank gets each micro-batch of a stream."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks, self._place = ranks, 0  # in the step
+
+    def next(self, tokens: TokenBatch) -> int:
+        """Return the rank that gets the next micro-batch."""
+        rank = self._place % self._ranks
+        self._place = 0 if tokens.closes_step else self._place + 1
+        return rank
 
 
 class Dealer:
@@ -21,7 +34,7 @@ class Dealer:
         self._changed = threading.Condition()
         self._fetching = self._ended = False
         self._error: BaseException | None = None
-        self._turn = 0  # place in the step
+        self._turns = Turns(ranks)
 
     def stream(self, rank: int) -> Iterator[Dealt]:
         """Yield what is dealt to a rank; every rank learns of every step's end."""
@@ -58,9 +71,8 @@ class Dealer:
             self._changed.notify_all()
 
     def _deal(self, batch: FeatureBatch) -> None:
-        mine = self._turn % len(self._queues)
+        mine = self._turns.next(batch.tokens)
         closing = batch.tokens if batch.tokens.closes_step else None
-        self._turn = 0 if closing else self._turn + 1
         for rank, queue in enumerate(self._queues):
             if rank == mine:
                 queue.append((batch, closing))

@@ -1,14 +1,17 @@
 """Hands micro-batches out under leases: each is made once and delivered once, whoever fails in between.
 
 An owner's lease ends when its features are delivered, or when it is revoked: then the micro-batch goes to whoever asks
-next, the first of the stream before all others, and what its owner still delivers is dropped.
+next, the first of the stream before all others, and what its owner still delivers is dropped. A lease comes with a slot
+for the features, and who waits for a slot holds no lease: so the first of the stream never waits behind another.
 """
 
 import heapq
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 from paceline.pipeline.channel import Closed
+from paceline.pipeline.slots import Slot, Slots
 from paceline.records import TokenBatch
 from paceline.runtime import pulse
 
@@ -19,6 +22,7 @@ class Outlet:
     def __init__(self, dispenser: "Dispenser") -> None:
         self._dispenser = dispenser
         self.revoked = False
+        self.slot: Slot | None = None  # of its lease
 
     def __iter__(self) -> Iterator[TokenBatch]:
         while (batch := self._dispenser.lease(self)) is not None:
@@ -28,9 +32,10 @@ class Outlet:
         """End the lease of a micro-batch that is being delivered; False if it is not this owner's any more."""
         return self._dispenser.settle(self, seq)
 
-    def revoke(self) -> TokenBatch | None:
-        """Take the owner's micro-batch back, which is returned, and give it no other one."""
-        return self._dispenser.revoke(self)
+    def revoke(self, *, hung: bool = False) -> TokenBatch | None:
+        """Take the owner's micro-batch back, which is returned, and give it no other one; if it hangs, it may still
+        write into its slot."""
+        return self._dispenser.revoke(self, hung=hung)
 
 
 class Dispenser:
@@ -40,9 +45,13 @@ class Dispenser:
     over for all only once every lease has ended, because a micro-batch may still come back.
     """
 
-    def __init__(self, batches: Iterator[TokenBatch], on_end: Callable[[int], None]) -> None:
-        """`on_end` gets how many micro-batches there were."""
-        self._batches, self._on_end = batches, on_end
+    def __init__(
+        self, batches: Iterator[TokenBatch], on_end: Callable[[int], None], slots: Slots | None = None
+    ) -> None:
+        """`on_end` gets how many micro-batches there were. Without `slots` features land in memory of their own."""
+        self._batches, self._on_end, self._slots = batches, on_end, slots
+        if slots is not None:
+            slots.on_free = self.look_again
         self._changed = threading.Condition()
         self._ready: list[tuple[int, TokenBatch]] = []  # a heap of what was given back or fetched
         self._leases: dict[Outlet, TokenBatch] = {}
@@ -72,12 +81,13 @@ class Dispenser:
         """
         while True:
             with self._changed:
-                with pulse.waiting("a micro-batch that another replica fetches or may give back", "data"):
+                with self._waiting():
                     self._changed.wait_for(lambda: self._decided(owner))
                 if self._stopped or owner.revoked:
                     raise Closed
                 if self._ready:
-                    _, batch = heapq.heappop(self._ready)
+                    seq, batch = heapq.heappop(self._ready)
+                    owner.slot = self._slots.take(seq) if self._slots else None
                     self._leases[owner] = batch
                     return batch
                 if self.error is not None:
@@ -87,8 +97,25 @@ class Dispenser:
                 self._fetching = True
             self._fetch()
 
+    def look_again(self) -> None:
+        """Let those who wait for a slot look whether there is one."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def _waiting(self) -> AbstractContextManager[None]:
+        if self._ready and not self._has_slot():
+            return pulse.waiting("room for features at the drafter")
+        return pulse.waiting("a micro-batch that another replica fetches or may give back", "data")
+
+    def _has_slot(self) -> bool:
+        return self._slots is None or self._slots.has(self._ready[0][0])
+
     def _decided(self, owner: Outlet) -> bool:
-        if self._stopped or owner.revoked or self._ready or self.error is not None:
+        if self._stopped or owner.revoked:
+            return True
+        if self._ready:
+            return self._has_slot()
+        if self.error is not None:
             return True
         return not self._leases if self._ended else not self._fetching
 
@@ -104,6 +131,8 @@ class Dispenser:
             self._fetching, self.error = False, error
             if batch is not None:
                 heapq.heappush(self._ready, (batch.seq, batch))
+                if self._slots is not None:
+                    self._slots.expect(batch)
                 self._fetched += 1
             elif error is None and not self._stopped:
                 self._ended = True
@@ -121,13 +150,15 @@ class Dispenser:
             self._changed.notify_all()
             return True
 
-    def revoke(self, owner: Outlet) -> TokenBatch | None:
+    def revoke(self, owner: Outlet, *, hung: bool = False) -> TokenBatch | None:
         """See Outlet."""
         with self._changed:
             owner.revoked = True
             batch = self._leases.pop(owner, None)
             if batch is not None:
                 heapq.heappush(self._ready, (batch.seq, batch))
+                if self._slots is not None and owner.slot is not None:
+                    self._slots.give_back(batch.seq, owner.slot, hung=hung)
             self._changed.notify_all()
             return batch
 

@@ -26,6 +26,7 @@ from paceline.pipeline.watch import write_stacks
 from paceline.records import Completion, Hung, RunError, StepReport
 from paceline.runtime import pulse
 from paceline.runtime.gate import Gate
+from paceline.runtime.streams import Mark, follow, mark
 from paceline.target.load import TargetFacts, fingerprint
 from paceline.target.model import DecodingTarget
 from paceline.train.loop import Dealt
@@ -73,6 +74,9 @@ class Evaluator:
         self.name, self.device, self.doing = "evaluator", settings.evaluate.device, ""
         self._settings, self._facts, self._plan = settings, facts, plan
         self._gate, self._stopping = gate, stopping
+        # Where its stream has read the weights for the last time, and where another's has written them.
+        self._idle: Mark | None = None
+        self._taken: Mark | None = None
         self._new = settings.evaluate.max_new_tokens
         # Those of similar length enter together.
         self._order = sorted(range(len(plan.prompts)), key=lambda at: -len(plan.prompts[at]))
@@ -149,19 +153,23 @@ class Evaluator:
 
     def take(self, weights: Sequence[Tensor]) -> None:
         """Copy a drafter's weights; the copy is queued behind what their device does, and nobody waits for it."""
-        # All roles are on default streams, and torch orders a copy by both devices': rank 0's next update waits for it,
-        # and so does the first cycle. Who gives a role another stream needs events here (docs/architecture.md).
+        # A copy runs on the sender's stream, or where that is a CPU on the receiver's, of the thread that is here.
+        on = weights[0].device if weights[0].is_cuda else torch.device(self.device)
         with self._gate.work(), torch.no_grad():
+            follow(self._idle, on)
             for own, given in zip(self._drafter.parameters(), weights, strict=True):
                 own.copy_(given, non_blocking=own.is_cuda and given.is_cuda)
+            self._taken = mark(on)
 
     def _evaluate(self, job: Job) -> None:
         self.doing = f"evaluating the drafter after step {job.steps}"
         if job.saved:
             found = find_drafter(Path(self._settings.run_dir), str(job.steps)).weights()
             self.take([found[name] for name, _ in self._drafter.named_parameters()])
-        began = time.monotonic()
+        began, here = time.monotonic(), torch.device(self.device)
+        follow(self._taken, here)
         done = self._decode(self._order, self._new)
+        self._idle = mark(here)
         seconds = time.monotonic() - began
         self._plan.on_result(job, acceptance(done, self._settings.drafter.block_size), seconds)
         self.doing = ""

@@ -9,6 +9,7 @@ from paceline.data.prefetch import Prefetch
 from paceline.pipeline.channel import OrderedChannel
 from paceline.pipeline.dispenser import Dispenser
 from paceline.pipeline.evaluator import Evaluator
+from paceline.pipeline.slots import Slots
 from paceline.records import TokenBatch
 from paceline.train.guard import Guard
 from paceline.train.step import DrafterStep
@@ -20,6 +21,7 @@ class Flow(NamedTuple):
     ahead: Prefetch[TokenBatch]
     source: Dispenser
     channel: OrderedChannel
+    slots: Slots
 
     def stop(self) -> None:
         """Let nobody wait for room or for data."""
@@ -30,9 +32,11 @@ class Flow(NamedTuple):
 def make_flow(settings: RunSettings, batches: Iterator[TokenBatch]) -> Flow:
     """Return the way of a run's micro-batches."""
     ahead = Prefetch(batches, settings.data.prefetch)
-    source = Dispenser(ahead, on_end=lambda count: channel.finish(count))
-    channel = OrderedChannel(int(settings.pipeline.credit_gib * 2**30), source.missing_before)
-    return Flow(ahead, source, channel)
+    pipeline, credit = settings.pipeline, int(settings.pipeline.credit_gib * 2**30)
+    slots = Slots(credit, replicas=len(pipeline.targets), ranks=len(pipeline.drafters))
+    source = Dispenser(ahead, on_end=lambda count: channel.finish(count), slots=slots)
+    channel = OrderedChannel(credit, source.missing_before)
+    return Flow(ahead, source, channel, slots)
 
 
 def between_steps(

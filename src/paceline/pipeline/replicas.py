@@ -85,7 +85,7 @@ class Replicas:
         if not target:
             raise Hung(f"{error} The stacks of all threads are in {self._stacks}.")
         _, outlet = self._working.pop(role)
-        batch = outlet.revoke()
+        batch = outlet.revoke(hung=True)
         self._causes[role.name] = error
         told = {"role": role.name, "device": role.device, "doing": role.doing, "message": str(error)}
         self._tell("replica_hung", **told, stacks=str(self._stacks))

@@ -24,6 +24,7 @@ from paceline.records import Hung, PacelineError, RunError
 from paceline.runtime.gate import Gate
 from paceline.runtime.interpreter import quick_handovers
 from paceline.runtime.pulse import Pulse, adopt
+from paceline.runtime.streams import own_stream, wait_for
 
 GRACE_S = 5.0  # how long other roles may take to leave after a failure
 _LONGEST = 2000  # characters of an error's begin, and of its end, that are told
@@ -267,19 +268,21 @@ class Supervisor:
             # Beside others who load; but alone where others work: loading switches the process's default dtype.
             with self._gate.alone() if self._agreed else self._gate.work():
                 role.load()
+                wait_for(role.device)  # for the default stream: transformers loads in threads of its own, too
             self._leave_if_stopping()
-            tell("compiling")
-            with self._gate.alone():
-                facts = role.warm()
-            report = RoleState(role, "ready", round(time.monotonic() - began, 3), facts)
-            if self._agreed:
-                _compare(self._agreed, report)
-            self._reports.put(report)
-            self._go.wait()
-            self._leave_if_stopping()
-            tell("running")
-            pulse.work()
-            role.run()
+            with own_stream(role.device):
+                tell("compiling")
+                with self._gate.alone():
+                    facts = role.warm()
+                report = RoleState(role, "ready", round(time.monotonic() - began, 3), facts)
+                if self._agreed:
+                    _compare(self._agreed, report)
+                self._reports.put(report)
+                self._go.wait()
+                self._leave_if_stopping()
+                tell("running")
+                pulse.work()
+                role.run()
             tell("done")
         except self._ended:
             tell("stopped")

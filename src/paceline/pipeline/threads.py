@@ -22,20 +22,23 @@ from paceline.drafter.model import Drafter
 from paceline.observe.gpus import GpuReader
 from paceline.pipeline.channel import Closed, OrderedChannel, check_finite
 from paceline.pipeline.dealer import Dealer
-from paceline.pipeline.dispenser import Dispenser, Outlet
+from paceline.pipeline.dispenser import Outlet
 from paceline.pipeline.evaluator import Evaluator, EvaluatorCare, InTraining
-from paceline.pipeline.flow import between_steps, make_flow
+from paceline.pipeline.flow import Flow, between_steps, make_flow
 from paceline.pipeline.listeners import Listeners
 from paceline.pipeline.replicas import Replicas
 from paceline.pipeline.rollback import Rollback
 from paceline.pipeline.sampler import Sampler, Seen
+from paceline.pipeline.slots import Landing, Slots
 from paceline.pipeline.supervisor import Care, Role, Supervisor
 from paceline.pipeline.watch import Watch
 from paceline.records import FeatureBatch, RunError, TokenBatch
 from paceline.runtime.compiling import Policy, forbid_recompiles, warm_compiler
 from paceline.runtime.gate import Gate
+from paceline.runtime.streams import wait_for
 from paceline.target.feature_cache import DiskCache, FeatureCache, MemoryCache, NoCache
 from paceline.target.load import TargetFacts
+from paceline.target.model import FeatureTarget
 from paceline.target.replica import TargetReplica, pace_of
 from paceline.train.guard import Guard
 from paceline.train.rank import DrafterRank
@@ -61,12 +64,14 @@ def train_in_threads(
     moving: Callable[[], object],
     told: Listeners,
     plan: InTraining | None = None,
+    made: Callable[[int], FeatureTarget] | None = None,
 ) -> tuple[Drafter, int]:
     """Train a drafter with one thread a role; return it and how often a step would have been compiled again.
 
     `fill` gives each rank's drafter its first weights; None draws them. Training goes on from `start`, where `batches`
     have to begin. Once `stopping` says so, it ends with the step that is under way, saved. What `moving` returns
-    changes while data is read that the roles wait for. With `plan` an evaluator decodes meanwhile.
+    changes while data is read that the roles wait for. With `plan` an evaluator decodes meanwhile. `made` gives the
+    target of each replica where it is there already.
 
     Raises:
         RunError: a role failed and none took its place; it is named with its device and cause, what the drafter has
@@ -75,7 +80,7 @@ def train_in_threads(
     """
     pipeline = settings.pipeline
     gate = Gate()
-    ahead, source, channel = flow = make_flow(settings, batches)
+    ahead, _, channel, slots = flow = make_flow(settings, batches)
     cache = make_cache(pipeline, Path(settings.run_dir))
     misfits: list[str] = []  # micro-batches that did not fit what was compiled of a target: the guards that failed
 
@@ -83,7 +88,7 @@ def train_in_threads(
         misfits.append(guard)
         told.on_recompile(guard)
 
-    replicas = _replicas(settings, facts, largest, source, cache, channel, gate, policy, alarm, told.on_replica)
+    replicas = _replicas(settings, facts, largest, flow, cache, gate, policy, alarm, told.on_replica, made)
     dealer = Dealer(channel, len(pipeline.drafters))
     meeting = Meeting(len(pipeline.drafters))
     history = start.state["guard"] if start else None
@@ -95,6 +100,7 @@ def train_in_threads(
         settings,
         facts,
         dealer=dealer,
+        slots=slots,
         meeting=meeting,
         total_steps=total_steps,
         load_ends=load_ends,
@@ -198,6 +204,7 @@ def _ranks(
     facts: TargetFacts,
     *,
     dealer: Dealer,
+    slots: Slots,
     meeting: Meeting,
     total_steps: int,
     load_ends: Callable[[], FrozenEnds],
@@ -214,6 +221,7 @@ def _ranks(
     plan: InTraining | None,
 ) -> list[DrafterRank]:
     def on_warm(rank: int, step: DrafterStep) -> None:
+        slots.make(rank, step.buffers.features_CD)
         if start is not None:
             step.restore(start.tensors())
         if rank == 0:
@@ -259,13 +267,13 @@ def _replicas(
     settings: RunSettings,
     facts: TargetFacts,
     largest: TokenBatch,
-    source: Dispenser,
+    flow: Flow,
     cache: FeatureCache,
-    channel: OrderedChannel,
     gate: Gate,
     policy: Policy,
     alarm: Callable[[str], None],
     tell: Callable[..., None],
+    made: Callable[[int], FeatureTarget] | None,
 ) -> Replicas:
     return Replicas(
         settings.pipeline.targets,
@@ -275,14 +283,15 @@ def _replicas(
             facts,
             largest=largest,
             cache=cache,
-            channel=channel,
+            flow=flow,
             gate=gate,
             policy=policy,
             alarm=alarm,
             tell=tell,
+            made=made,
         ),
-        dispenser=source,
-        channel=channel,
+        dispenser=flow.source,
+        channel=flow.channel,
         restarts=settings.pipeline.restarts,
         stacks=Path(settings.run_dir) / "stacks.txt",
         tell=tell,
@@ -298,16 +307,20 @@ def _build_replica(
     *,
     largest: TokenBatch,
     cache: FeatureCache,
-    channel: OrderedChannel,
+    flow: Flow,
     gate: Gate,
     policy: Policy,
     alarm: Callable[[str], None],
     tell: Callable[..., None],
+    made: Callable[[int], FeatureTarget] | None,
 ) -> TargetReplica:
+    landing = Landing(device, outlet, flow.slots)
+
     def deliver(batch: FeatureBatch) -> bool:
         with gate.work():
-            check_finite(batch)
-        return channel.put(batch, admit=lambda: outlet.settle(batch.tokens.seq))
+            check_finite(batch)  # this thread waits for its own stream, and the drafter's for nobody
+            landed = landing.land(batch)
+        return flow.channel.put(landed, admit=lambda: outlet.settle(batch.tokens.seq))
 
     def on_split(replica: TargetReplica, tokens: TokenBatch, parts: int) -> None:
         told = {"role": replica.name, "device": device, "seq": tokens.seq, "tokens": tokens.num_tokens}
@@ -336,6 +349,7 @@ def _build_replica(
         largest=largest,
         source=iter(outlet),
         cache=cache,
+        room=landing.room,
         deliver=deliver,
         gate=gate,
         on_split=on_split,
@@ -343,6 +357,7 @@ def _build_replica(
         pace=pace_of(settings.target, device, policy),
         on_path=on_path,
         alarm=alarm,
+        made=made and partial(made, index),
     )
 
 
@@ -360,6 +375,7 @@ def _save_what_is_whole(rank: DrafterRank | None, guard: Guard, start: Saved | N
     if steps == before:
         return f"No step was made; {go_on}"
     try:
+        wait_for(rank.device)  # whose stream is not this thread's
         saved = saver.save_now(steps, rank.state(), more={"guard": guard.state()}, good=guard.first_rejected)
     except Exception as error:  # as of a device that is gone
         return f"The state after step {steps:,} cannot be saved ({' '.join(str(error).split())[:200]}); {go_on}"

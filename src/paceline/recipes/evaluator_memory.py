@@ -11,6 +11,7 @@ from paceline.decode.engine import kept_slots
 from paceline.decode.memory import EngineMemory, TargetShape, engine_memory
 from paceline.decode.prompts import reach_for
 from paceline.observe.console import Console
+from paceline.pipeline.slots import slots_bytes
 from paceline.recipes.target_memory import replica_memory
 from paceline.recipes.train_prompts import Prompts, open_prompts
 from paceline.records import UserError
@@ -47,7 +48,9 @@ def evaluator_memory(settings: RunSettings, facts: TargetFacts, prompts: Prompts
 def beside(settings: RunSettings, facts: TargetFacts) -> dict[str, int]:
     """Return what others need on the evaluator's device, in bytes by who they are; 0 where it is not estimated."""
     device, pipeline = settings.evaluate.device, settings.pipeline
-    rank = 0 if sizes_for_tiles(settings.drafter, settings.train) else _step_memory(settings, facts).total
+    rank = 0
+    if not sizes_for_tiles(settings.drafter, settings.train):
+        rank = _step_memory(settings, facts).total + slots_bytes(settings, facts.hidden_size)
     trunk = replica_memory(settings, facts).weights
     return {f"drafter rank {at}": rank for at, name in enumerate(pipeline.drafters) if name == device} | {
         f"target replica {at}": trunk for at, name in enumerate(pipeline.targets) if name == device

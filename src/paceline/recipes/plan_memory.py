@@ -16,6 +16,7 @@ def plan_memory(run: RunSettings, console: Console) -> dict[str, Any] | None:
     config.json and the headers of its weight files are read, and nothing is fetched.
     """
     # Late, because reading a target's configuration needs torch, and a dataset is planned without it.
+    from paceline.pipeline.slots import slots_bytes
     from paceline.train.memory import sizes_for_tiles, step_memory
 
     rules = sizes_for_tiles(run.drafter, run.train)
@@ -25,9 +26,11 @@ def plan_memory(run: RunSettings, console: Console) -> dict[str, Any] | None:
     sizes = sizes_of_target(run.target, console)
     if sizes is None:
         return None
-    memory = step_memory(run.drafter, run.train, **sizes)
+    memory, slots = step_memory(run.drafter, run.train, **sizes), slots_bytes(run, sizes["hidden_size"])
+    total = memory.total + slots
     console.line("  memory of a drafter rank on a GPU at its peak, if compiled or captured:")
-    rows = [(name, f"{size / 2**30:.2f}") for name, size in [*memory.parts().items(), ("total", memory.total)]]
+    parts = [*memory.parts().items(), ("slots for features", slots), ("total", total)]
+    rows = [(name, f"{size / 2**30:.2f}") for name, size in parts]
     console.table("", ("part", "GiB"), rows)
     ranks = Counter(run.pipeline.drafters)
     for device, count in ranks.items():
@@ -35,7 +38,7 @@ def plan_memory(run: RunSettings, console: Console) -> dict[str, Any] | None:
             console.line(f"  {count} ranks share {device} (pipeline.drafters): each needs that much of it")
     if run.train.policy == "eager":
         console.line("  train.policy eager needs more, which is not estimated")
-    return {**memory.as_dict(), "ranks": dict(ranks)}
+    return {**memory.as_dict(), "slots": slots, "total": total, "ranks": dict(ranks)}
 
 
 def _not_estimated(reason: str, console: Console) -> None:

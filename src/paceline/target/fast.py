@@ -61,14 +61,17 @@ class FastTrunk:
         self._leave = OneShape(own_copy(leave, who), instead=leave, alarm=alarm)
 
     @torch.no_grad()
-    def features(self, tokens: TokenBatch) -> Float[Tensor, "T D"]:
-        """Return a micro-batch's features, samples end to end. Whatever its layout, only real tokens are computed."""
+    def features(self, tokens: TokenBatch, room_TD: Float[Tensor, "T D"] | None = None) -> Float[Tensor, "T D"]:
+        """Return a micro-batch's features, samples end to end, in `room_TD` if it is given, rounded to its format.
+
+        Whatever the micro-batch's layout, only real tokens are computed.
+        """
         # Not in inference mode: torch.compile does not take the tensors that are made there.
         layers, used = self._layers, tokens.num_tokens
         ids_P, positions_P, ends = self._laid_out(tokens)
         x_PH = self._trunk.embed_tokens(ids_P)
         cos_PE, sin_PE = (part[0] for part in self._trunk.rotary_emb(x_PH[None], position_ids=positions_P[None]))
-        features_TD = x_PH.new_empty(used, len(self._taps) * self._width)
+        features_TD = x_PH.new_empty(used, len(self._taps) * self._width) if room_TD is None else room_TD
         for index, (weights, window) in enumerate(zip(layers.weights, layers.windows, strict=True)):
             q, k, v = self._enter(
                 self._counted(x_PH), weights, self._counted(cos_PE), self._counted(sin_PE), layers.shape

@@ -25,8 +25,11 @@ class FeatureCache(Protocol):
     def get(self, rows: Key) -> Tensor | None:
         """Return the features of a micro-batch, or None."""
 
+    def wants(self, rows: Key, nbytes: int) -> bool:
+        """Return whether features of so many bytes would be kept."""
+
     def put(self, rows: Key, features_TD: Tensor) -> None:
-        """Keep the features of a micro-batch if there is room."""
+        """Keep the features of a micro-batch, which nobody changes, if there is room."""
 
     def close(self) -> None:
         """Let go of what is kept."""
@@ -38,6 +41,10 @@ class NoCache:
     def get(self, rows: Key) -> Tensor | None:
         """Return None."""
         return None
+
+    def wants(self, rows: Key, nbytes: int) -> bool:
+        """Return False."""
+        return False
 
     def put(self, rows: Key, features_TD: Tensor) -> None:
         """Do nothing."""
@@ -57,6 +64,10 @@ class MemoryCache:
     def get(self, rows: Key) -> Tensor | None:
         """Return kept features or None."""
         return self._kept.get(rows)
+
+    def wants(self, rows: Key, nbytes: int) -> bool:
+        """Return whether they are not there and there is room."""
+        return rows not in self._kept and nbytes <= self._left
 
     def put(self, rows: Key, features_TD: Tensor) -> None:
         """Keep features while there is room."""
@@ -86,6 +97,10 @@ class DiskCache:
         """Read kept features or return None."""
         path = self._files.get(rows)
         return None if path is None else load_file(path)["features"]
+
+    def wants(self, rows: Key, nbytes: int) -> bool:
+        """Return whether they are not there and there is room."""
+        return rows not in self._files and nbytes <= self._left
 
     def put(self, rows: Key, features_TD: Tensor) -> None:
         """Write features while there is room."""

@@ -148,9 +148,9 @@ class FeatureTarget:
         self._fast = None if reason else fast
         return reason
 
-    def features(self, tokens: TokenBatch) -> Float[Tensor, "T D"]:
-        """Return a micro-batch's features."""
-        return self._fast.features(tokens) if self._fast else self.read(tokens)
+    def features(self, tokens: TokenBatch, room_TD: Float[Tensor, "T D"] | None = None) -> Float[Tensor, "T D"]:
+        """Return a micro-batch's features; the fast path writes them into `room_TD`, if given, and returns that."""
+        return self._fast.features(tokens, room_TD) if self._fast else self.read(tokens)
 
     @torch.inference_mode()
     def read(self, tokens: TokenBatch) -> Float[Tensor, "T D"]:

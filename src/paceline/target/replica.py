@@ -73,22 +73,26 @@ class TargetReplica:
         cache: FeatureCache,
         deliver: Callable[[FeatureBatch], bool],
         gate: Gate,
+        room: Callable[[TokenBatch], Tensor | None] = lambda tokens: None,
         on_split: Callable[["TargetReplica", TokenBatch, int], None],
         on_loaded: Callable[["TargetReplica", float], None] = lambda replica, share: None,
         pace: Pace = _PLAIN,
         on_path: Callable[["TargetReplica", str], None] = lambda replica, reason: None,
         alarm: Callable[[str], None] = lambda guard: None,
+        made: Callable[[], FeatureTarget] | None = None,
     ) -> None:
-        """`deliver` returns whether the features were still wanted; `on_split` is told of a micro-batch that is
-        computed again for lack of memory, and in how many parts; `on_loaded` which share of the weights is there;
-        `on_path` why the fast path that was asked for is not taken, nothing if it is; `alarm` what did not fit what was
-        compiled.
+        """`deliver` returns whether the features were still wanted; `room` returns where a micro-batch's may be
+        written at once, on this device, and is theirs until they are delivered; `on_split` is told of a micro-batch
+        that is computed again for lack of memory, and in how many parts; `on_loaded` which share of the weights is
+        there; `on_path` why the fast path that was asked for is not taken, nothing if it is; `alarm` what did not fit
+        what was compiled. `made` gives a target that is there already, instead of loading one.
         """
         self.name, self.device, self.doing = f"target replica {index}", device, ""
         self._facts, self._taps, self._dtype, self._wire = facts, taps, dtype, wire
         self._largest, self._source, self._cache = largest, source, cache
-        self._deliver, self._gate, self._on_split, self._on_loaded = deliver, gate, on_split, on_loaded
-        self.pace, self._on_path, self._alarm = pace, on_path, alarm
+        self._deliver, self._gate, self._room = deliver, gate, room
+        self._on_split, self._on_loaded = on_split, on_loaded
+        self.pace, self._on_path, self._alarm, self._made = pace, on_path, alarm, made
 
     def load(self) -> None:
         """Load the weights and see that they give what they should.
@@ -96,10 +100,12 @@ class TargetReplica:
         Raises:
             UserError: they do not.
         """
-        self._revision = fingerprint(self._facts.folder)  # of what is loaded now, not of what was looked at before
-        self._target = FeatureTarget(
-            self._facts, self._taps, dtype=self._dtype, device=self.device, on_loaded=partial(self._on_loaded, self)
-        )
+        if self._made is not None:
+            self._revision, self._target = self._facts.revision, self._made()
+        else:
+            self._revision = fingerprint(self._facts.folder)  # of what is loaded now, not of what was looked at before
+            told = partial(self._on_loaded, self)
+            self._target = FeatureTarget(self._facts, self._taps, dtype=self._dtype, device=self.device, on_loaded=told)
         check_features(self._target, self._facts.name, packed=False)
         self._unpackable: UserError | None = None
         try:
@@ -155,10 +161,11 @@ class TargetReplica:
                 fresh = features_TD is None
                 if features_TD is None:
                     features_TD = self._features(tokens)
+                kept_TD = self._to_keep(tokens, features_TD) if fresh else None
             wanted = self._deliver(FeatureBatch(tokens, features_TD, blocks.context_positions(tokens.lengths)))
-            if wanted and fresh:  # only now: nothing is kept of a replica that was given up
+            if wanted and kept_TD is not None:  # only now: nothing is kept of a replica that was given up
                 with self._gate.work():
-                    self._cache.put(tokens.samples, features_TD)
+                    self._cache.put(tokens.samples, kept_TD)
             self.doing = _IDLE  # the next micro-batch is built while it is asked for, and may be what fails
         self.doing = ""
 
@@ -174,7 +181,7 @@ class TargetReplica:
 
     def _features(self, tokens: TokenBatch) -> Float[Tensor, "T D"]:
         try:
-            return self._whole(tokens)
+            return self._whole(tokens, self._room(tokens))
         except torch.OutOfMemoryError as error:
             traceback.clear_frames(error.__traceback__)  # which hold what there was room for
         # Behind the handler, where nothing holds the error any more.
@@ -187,10 +194,18 @@ class TargetReplica:
         except torch.OutOfMemoryError as error:
             raise _too_large(tokens, error) from error
 
-    def _whole(self, tokens: TokenBatch) -> Float[Tensor, "T D"]:
+    def _to_keep(self, tokens: TokenBatch, features_TD: Tensor) -> Tensor | None:
+        """Return what the cache may hold on to, if it wants it: others write into the room once this was read."""
+        if not self._cache.wants(tokens.samples, features_TD.nbytes):
+            return None
+        room_TD = self._room(tokens)
+        lent = room_TD is not None and room_TD.data_ptr() == features_TD.data_ptr()
+        return features_TD.clone() if lent else features_TD
+
+    def _whole(self, tokens: TokenBatch, room_TD: Tensor | None = None) -> Float[Tensor, "T D"]:
         if tokens.packed and self._unpackable and not self._target.is_fast:
             raise self._unpackable
-        return self._target.features(tokens).to(self._wire)
+        return self._target.features(tokens, room_TD).to(self._wire)
 
 
 def _too_large(tokens: TokenBatch, error: BaseException) -> RunError:

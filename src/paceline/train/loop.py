@@ -53,7 +53,8 @@ def train_loop(
     for batch, closing in dealt:
         if batch is not None:
             with work():
-                step.load(batch)
+                with batch.reading():
+                    step.load(batch)
                 step.micro()
                 if not batch.tokens.held_out:
                     seen.append(step.look(batch.tokens))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.runtime import pulse
+from paceline.runtime.streams import Mark, follow, mark
 
 
 class Meeting:
@@ -18,6 +19,8 @@ class Meeting:
 
     def __init__(self, ranks: int) -> None:
         self._given: list[Sequence[Tensor]] = [()] * ranks
+        self._there: list[Mark | None] = [None] * ranks  # where each rank's stream has filled its buffers
+        self._summed: dict[torch.device, Mark | None] = {}
         self._barrier = threading.Barrier(ranks)
         self._last = False
 
@@ -32,15 +35,26 @@ class Meeting:
         Raises:
             BrokenBarrierError: the meeting was ended because another role failed.
         """
-        self._given[rank] = buffers
+        self._given[rank], device = buffers, buffers[0].device
+        self._there[rank] = mark(device)
         if rank == 0:
             self._last = last
         self._wait()
         agreed = self._last  # before the second barrier, behind which rank 0 may be at the next step's
         if rank == 0:
-            _sum(self._given)
+            self._sum()
         self._wait()
+        follow(self._summed[device], device)
         return agreed
+
+    def _sum(self) -> None:
+        """Sum in this thread, on its streams: behind what every rank's own has queued, and before what comes next."""
+        devices = {own[0].device for own in self._given}
+        for device in devices:
+            for there in self._there:
+                follow(there, device)
+        _sum(self._given)
+        self._summed = {device: mark(device) for device in devices}
 
     def gather(self) -> None:
         """Wait until every rank is here.

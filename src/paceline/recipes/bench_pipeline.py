@@ -1,0 +1,150 @@
+"""`paceline bench pipeline`: both sides of a run alone, then the whole run in its own threads, with random weights."""
+
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from paceline.bench.pipeline import (
+    PipelineWork,
+    Whole,
+    let_go,
+    made_target,
+    micro_batches,
+    pipeline_rows,
+    reserved_bytes,
+    run_settings,
+    step_alone,
+    stream,
+    target_alone,
+    target_facts,
+)
+from paceline.bench.timing import row_line
+from paceline.bench.weights import random_ends
+from paceline.checkpoint.saver import Saver
+from paceline.config import RunSettings
+from paceline.observe.console import Console
+from paceline.pipeline.listeners import Listeners
+from paceline.pipeline.slots import slot_count
+from paceline.pipeline.stand_ins import rate_alone, rate_of_stand_ins
+from paceline.pipeline.supervisor import RoleState
+from paceline.pipeline.threads import train_in_threads
+from paceline.records import FeatureBatch, StepReport
+
+_SLEEPS_S = ((0.100, 0.050), (0.050, 0.100), (0.080, 0.080))  # of a target and of a step, as long as real ones
+_ALONE = 20  # sleeps
+
+
+def bench_pipeline(work: PipelineWork, console: Console) -> list[dict[str, Any]]:
+    """Measure and return a row for each side and one for the whole run.
+
+    Raises:
+        UserError: some devices are shared and some are not.
+        RunError: a part cannot be measured here.
+    """
+    how = "colocated" if work.colocated else "apart"
+    console.stage(f"{work.name} on {', '.join(work.devices)}, {how}: target features alone")
+    batches = micro_batches(work)
+    target_s = target_alone(work, batches)
+    let_go(work.devices)
+    console.stage("drafter step alone")
+    step_s = step_alone(work, batches)
+    let_go(work.devices)
+    console.stage("whole run")
+    with tempfile.TemporaryDirectory() as folder:
+        settings = run_settings(work, Path(folder))
+        ahead = slots_of(settings, batches[0])
+        warm = ahead + 2  # by then slots are as full as they get
+        whole = _whole_run(work, settings, batches, warm + work.steps + ahead, console)
+    rows = pipeline_rows(work, batches, target_s, step_s, whole, warm)
+    for row in rows:
+        console.line(row_line(row))
+    return rows
+
+
+def slots_of(settings: RunSettings, batch: FeatureBatch) -> int:
+    """Return the slots of a rank, which is how far targets may be ahead of it."""
+    features, pipeline = batch.features_TD, settings.pipeline
+    size = settings.train.context_slots * features.shape[1] * features.itemsize
+    credit, ranks = int(pipeline.credit_gib * 2**30), len(pipeline.drafters)
+    return slot_count(credit, size, replicas=len(pipeline.targets), ranks=ranks)
+
+
+def _whole_run(
+    work: PipelineWork, settings: RunSettings, batches: list[FeatureBatch], total_steps: int, console: Console
+) -> Whole:
+    whole, run = Whole(), Path(settings.run_dir)
+    device = batches[0].features_TD.device
+    targets = [made_target(work, name) for name in work.targets]
+
+    def on_step(report: StepReport) -> None:
+        whole.stamps.append(time.perf_counter())
+        whole.reserved.append(reserved_bytes(work.devices))
+
+    def on_state(report: RoleState) -> None:
+        if report.state in ("loading", "compiling", "ready"):
+            console.stage(f"whole run: {report.role.name} {report.state}")
+
+    def on_replica(event: str, **told: object) -> None:
+        if event == "target_path":
+            how = [told["path"], *(key for key in ("compiled", "fp8") if told[key]), told["attention"], told["reason"]]
+            whole.paths[str(told["role"])] = ", ".join(str(part) for part in how if part)
+
+    def nothing(*_: object, **__: object) -> None:
+        """Listen to nothing."""
+
+    told = Listeners(
+        on_state=on_state,
+        on_ready=nothing,
+        on_step=on_step,
+        on_held_out=nothing,
+        on_rejected=nothing,
+        on_rolled_back=nothing,
+        on_recompile=nothing,
+        on_replica=on_replica,
+        on_sample=lambda **sample: whole.samples.append((time.perf_counter(), sample)),
+        warn=console.line,
+    )
+    with Saver(run, settings.checkpoint, describe=dict, tell=nothing, stopping=bool, total_steps=total_steps) as saver:
+        _, whole.recompiles = train_in_threads(
+            settings,
+            target_facts(work, run),
+            batches=stream(work, batches, total_steps),
+            largest=batches[0].tokens,
+            total_steps=total_steps,
+            load_ends=partial(random_ends, work.shape, device, work.numbers),
+            policy=work.policy,
+            fill=None,
+            start=None,
+            saver=saver,
+            stopping=bool,
+            moving=int,
+            told=told,
+            made=lambda index: targets[index],
+        )
+    return whole
+
+
+def bench_stand_ins(console: Console, *, targets: int, drafters: int, count: int) -> list[dict[str, Any]]:
+    """Measure the pipeline alone, with roles that sleep, and return a row for each pair of times."""
+    rows = []
+    for target_s, step_s in _SLEEPS_S:
+        console.stage(f"a target that takes {1e3 * target_s:g} ms, a step that takes {1e3 * step_s:g} ms")
+        rate = rate_of_stand_ins(targets=targets, ranks=drafters, target_s=target_s, step_s=step_s, count=count)
+        slower = min(targets * rate_alone(target_s, _ALONE), drafters * rate_alone(step_s, _ALONE))
+        rows.append(
+            {
+                "who": "stand-ins that sleep",
+                "targets": targets,
+                "drafters": drafters,
+                "target_ms": 1e3 * target_s,
+                "step_ms": 1e3 * step_s,
+                "micro_batches_per_s": round(rate, 3),
+                "slower_side_per_s": round(slower, 3),
+                "overhead": round(rate / slower, 4),
+                "counted": "threads, leases, slots, channel and dealing of a run; nothing is computed",
+            }
+        )
+        console.line(row_line(rows[-1]))
+    return rows
