@@ -268,7 +268,7 @@ def _replicas(
     tell: Callable[..., None],
 ) -> Replicas:
     return Replicas(
-        settings.pipeline.targets,
+        settings.replicas,
         partial(
             _build_replica,
             settings,
@@ -293,7 +293,7 @@ def _build_replica(
     settings: RunSettings,
     facts: TargetFacts,
     index: int,
-    device: str,
+    devices: Sequence[str],
     outlet: Outlet,
     *,
     largest: TokenBatch,
@@ -304,6 +304,8 @@ def _build_replica(
     alarm: Callable[[str], None],
     tell: Callable[..., None],
 ) -> TargetReplica:
+    *before, device = devices
+
     def deliver(batch: FeatureBatch) -> bool:
         with gate.work():
             check_finite(batch)
@@ -334,7 +336,7 @@ def _build_replica(
         dtype=getattr(torch, settings.target.dtype),
         wire=getattr(torch, settings.train.dtype),
         largest=largest,
-        source=iter(outlet),
+        source=outlet,
         cache=cache,
         deliver=deliver,
         gate=gate,
@@ -343,6 +345,7 @@ def _build_replica(
         pace=pace_of(settings.target, device, policy),
         on_path=on_path,
         alarm=alarm,
+        before=before,
     )
 
 

@@ -1,0 +1,103 @@
+"""Threads that serve a replica's stream side by side, one micro-batch each, so that all its devices have work.
+
+They are the replica's own: its role starts them, waits for them, and fails with the first one that fails. Their pulses
+count for the role, and nothing waits for a lane that hangs.
+"""
+
+import contextvars
+import queue
+import threading
+from collections.abc import Callable
+
+import torch
+
+from paceline.runtime.gate import Gate
+from paceline.runtime.pulse import Pulse, adopt, standing_in
+
+_LEAVE_S = 5.0  # longest wait for lanes that have a reason to leave
+
+
+class Lanes:
+    """The lanes of a replica."""
+
+    def __init__(self, count: int, name: str, gate: Gate, where: Callable[[threading.Thread], str]) -> None:
+        """`where` says which layers a thread works at, "" if at none; also of a thread that has failed there."""
+        self._count, self._name, self._gate, self._where = count, name, gate, where
+        self._threads: list[threading.Thread] = []
+        self._under_way: dict[threading.Thread, tuple[int, str]] = {}  # the micro-batch of each, in order of beginning
+        self._failed: tuple[int, str] | None = None  # what the first failure was at
+
+    def run(self, serve: Callable[[], None]) -> None:
+        """Let every lane call `serve`; return when all have returned.
+
+        Raises:
+            BaseException: what the first lane that failed has raised. The others are not waited for: see `join`.
+        """
+        ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        cpu_threads, pulses = torch.get_num_threads(), [Pulse() for _ in range(self._count)]
+
+        def body(pulse: Pulse) -> None:
+            me, error = threading.current_thread(), None
+            try:
+                adopt(pulse)
+                torch.get_num_threads()  # initialises this thread's own count, which would undo the next line later
+                torch.set_num_threads(cpu_threads)
+                pulse.work()
+                serve()
+            except BaseException as caught:
+                error = caught
+                self._failed = self._failed or self._told(me)
+            self._under_way.pop(me, None)
+            pulse.rest()
+            ended.put(error)
+
+        self._threads = [
+            threading.Thread(
+                target=contextvars.copy_context().run, args=(body, pulse), name=f"{self._name}, lane {at}", daemon=True
+            )
+            for at, pulse in enumerate(pulses)
+        ]
+        with standing_in(pulses):
+            for thread in self._threads:
+                thread.start()
+            for _ in self._threads:
+                if (error := ended.get()) is not None:
+                    raise error
+        self.join()
+
+    @property
+    def doing(self) -> str:
+        """What the lane does that has failed, else the one whose micro-batch was begun first; "" if none has any."""
+        return self._front()[1]
+
+    @property
+    def stuck_at(self) -> int:
+        """The place in the stream of that micro-batch; -1 if there is none."""
+        return self._front()[0]
+
+    def now(self, seq: int, doing: str) -> None:
+        """Say what this thread's lane does about a micro-batch; -1: about none."""
+        me = threading.current_thread()
+        self._under_way.pop(me, None)  # so that the order is that of beginning
+        self._under_way[me] = seq, doing
+
+    def _front(self) -> tuple[int, str]:
+        if self._failed is not None:
+            return self._failed
+        first = next((thread for thread, (seq, _) in self._under_way.copy().items() if seq >= 0), None)
+        return (-1, "") if first is None else self._told(first)
+
+    def _told(self, thread: threading.Thread) -> tuple[int, str]:
+        seq, doing = self._under_way.get(thread, (-1, ""))
+        where = self._where(thread) if seq >= 0 else ""
+        return seq, f"{doing}, {where}" if where else doing
+
+    def join(self) -> None:
+        """Wait a while for lanes that have been told to leave."""
+        for thread in self._threads:
+            thread.join(_LEAVE_S)
+
+    def give_up(self) -> None:
+        """Let nobody wait at the gate for lanes that hang."""
+        for thread in self._threads:
+            self._gate.revoke(thread)
