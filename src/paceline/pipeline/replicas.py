@@ -102,6 +102,12 @@ class Replicas:
         write_stacks(self._stacks, also_stderr=True)
         raise Hung(f"{error} The stacks of all threads are in {self._stacks}.")
 
+    def join(self) -> None:
+        """Wait a while, once the run is over, for threads that replicas have of their own."""
+        for role in self._working:
+            if isinstance(role, TargetReplica):
+                role.join()
+
     def _new(self, index: int, devices: Sequence[str]) -> TargetReplica:
         outlet = self._dispenser.open()
         replica = self._build(index, devices, outlet)

@@ -120,6 +120,7 @@ def train_in_threads(
         ahead.close()  # last, because it waits for the item that is being built
 
     settled = ExitStack()
+    settled.callback(replicas.join)
 
     def all_ready() -> None:
         settled.enter_context(forbid_recompiles())

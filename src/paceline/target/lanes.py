@@ -7,6 +7,7 @@ count for the role, and nothing waits for a lane that hangs.
 import contextvars
 import queue
 import threading
+import time
 from collections.abc import Callable
 
 import torch
@@ -23,7 +24,7 @@ class Lanes:
     def __init__(self, count: int, name: str, gate: Gate, where: Callable[[threading.Thread], str]) -> None:
         """`where` says which layers a thread works at, "" if at none; also of a thread that has failed there."""
         self._count, self._name, self._gate, self._where = count, name, gate, where
-        self._threads: list[threading.Thread] = []
+        self._pulses: dict[threading.Thread, Pulse] = {}
         self._under_way: dict[threading.Thread, tuple[int, str]] = {}  # the micro-batch of each, in order of beginning
         self._failed: tuple[int, str] | None = None  # what the first failure was at
 
@@ -34,10 +35,11 @@ class Lanes:
             BaseException: what the first lane that failed has raised. The others are not waited for: see `join`.
         """
         ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-        cpu_threads, pulses = torch.get_num_threads(), [Pulse() for _ in range(self._count)]
+        cpu_threads = torch.get_num_threads()
 
-        def body(pulse: Pulse) -> None:
+        def body() -> None:
             me, error = threading.current_thread(), None
+            pulse = self._pulses[me]
             try:
                 adopt(pulse)
                 torch.get_num_threads()  # initialises this thread's own count, which would undo the next line later
@@ -51,16 +53,13 @@ class Lanes:
             pulse.rest()
             ended.put(error)
 
-        self._threads = [
-            threading.Thread(
-                target=contextvars.copy_context().run, args=(body, pulse), name=f"{self._name}, lane {at}", daemon=True
-            )
-            for at, pulse in enumerate(pulses)
-        ]
-        with standing_in(pulses):
-            for thread in self._threads:
+        for at in range(self._count):
+            context, name = contextvars.copy_context(), f"{self._name}, lane {at}"
+            self._pulses[threading.Thread(target=context.run, args=(body,), name=name, daemon=True)] = Pulse()
+        with standing_in([*self._pulses.values()]):
+            for thread in self._pulses:
                 thread.start()
-            for _ in self._threads:
+            for _ in self._pulses:
                 if (error := ended.get()) is not None:
                     raise error
         self.join()
@@ -84,8 +83,9 @@ class Lanes:
     def _front(self) -> tuple[int, str]:
         if self._failed is not None:
             return self._failed
-        first = next((thread for thread, (seq, _) in self._under_way.copy().items() if seq >= 0), None)
-        return (-1, "") if first is None else self._told(first)
+        begun = [thread for thread, (seq, _) in self._under_way.copy().items() if seq >= 0]
+        working = [thread for thread in begun if self._pulses[thread].now.kind == "works"]  # and does not hand over
+        return self._told((working or begun)[0]) if begun else (-1, "")
 
     def _told(self, thread: threading.Thread) -> tuple[int, str]:
         seq, doing = self._under_way.get(thread, (-1, ""))
@@ -94,10 +94,12 @@ class Lanes:
 
     def join(self) -> None:
         """Wait a while for lanes that have been told to leave."""
-        for thread in self._threads:
-            thread.join(_LEAVE_S)
+        until = time.monotonic() + _LEAVE_S
+        for thread in self._pulses:
+            if thread.ident is not None:
+                thread.join(max(0.0, until - time.monotonic()))
 
     def give_up(self) -> None:
-        """Let nobody wait at the gate for lanes that hang."""
-        for thread in self._threads:
+        """Let nobody wait at the gate for lanes that hang, nor for the others, which leave."""
+        for thread in self._pulses:
             self._gate.revoke(thread)

@@ -132,8 +132,7 @@ class TargetReplica:
 
     def unload(self) -> None:
         """Let go of the weights; the replica is of no use any more. What it has under way must have been refused."""
-        if self._lanes is not None:
-            self._lanes.join()
+        self.join()
         vars(self).pop("_target", None)
 
     def warm(self) -> dict[str, object]:
@@ -186,6 +185,11 @@ class TargetReplica:
     def stuck_at(self) -> int | None:
         """The place in the stream of the micro-batch that it failed at or hangs at, where several are under way."""
         return self._lanes.stuck_at if self._lanes is not None else None
+
+    def join(self) -> None:
+        """Wait a while for threads of its own, which have been told to leave."""
+        if self._lanes is not None:
+            self._lanes.join()
 
     def give_up(self) -> None:
         """Let nobody wait for what hangs here."""
