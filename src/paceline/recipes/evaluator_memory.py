@@ -48,9 +48,11 @@ def beside(settings: RunSettings, facts: TargetFacts) -> dict[str, int]:
     """Return what others need on the evaluator's device, in bytes by who they are; 0 where it is not estimated."""
     device, pipeline = settings.evaluate.device, settings.pipeline
     rank = 0 if sizes_for_tiles(settings.drafter, settings.train) else _step_memory(settings, facts).total
-    trunk = replica_memory(settings, facts).weights
+    trunk = [part.weights for part in replica_memory(settings, facts)]
     return {f"drafter rank {at}": rank for at, name in enumerate(pipeline.drafters) if name == device} | {
-        f"target replica {at}": trunk for at, name in enumerate(pipeline.targets) if name == device
+        f"target replica {at}": sum(size for size, name in zip(trunk, own, strict=True) if name == device)
+        for at, own in enumerate(settings.replicas)
+        if device in own
     }
 
 

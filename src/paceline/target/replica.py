@@ -57,6 +57,11 @@ def pace_of(target: TargetSettings, device: str, policy: Policy) -> Pace:
 _PLAIN = Pace()
 
 
+def under_way(devices: int) -> int:
+    """Return how many micro-batches a replica on so many devices has under way at once."""
+    return devices + 1 if devices > 1 else 1
+
+
 class TargetReplica:
     """One copy of the target on one device, or with its layers on several. `doing` says what it works on, for a message
     if it fails.
@@ -199,7 +204,7 @@ class TargetReplica:
     @property
     def _width(self) -> int:
         """How many micro-batches are under way at once."""
-        return len(self._before) + 2 if self._before else 1
+        return under_way(1 + len(self._before))
 
     def _now(self, seq: int, text: str) -> None:
         """Say what this thread does about a micro-batch."""
