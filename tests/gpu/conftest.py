@@ -28,8 +28,8 @@ def losses(
         target: dict[str, Any] | None = None,
         **data: Any,
     ) -> list[float]:
-        """`devices` are the target's, of one replica joined by +, and those of the drafter's ranks; `more` are settings of
-        train."""
+        """`devices` are the target's, joined by + if there are several, and those of the drafter's ranks; `more` are
+        settings of train."""
         tree = {
             "run_dir": str(tmp_path / name),
             "target": {"model": str(tiny_folder), "dtype": dtype} | (target or {}),

@@ -1,6 +1,7 @@
 """A target whose layers lie on two GPUs: features, the order of what is under way, and whole runs."""
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +82,11 @@ def test_micro_batches_that_follow_one_another_keep_their_own_numbers(tiny: Targ
 
 
 def test_both_gpus_work_at_once(tiny: TargetFacts) -> None:
-    """Stage 2 of a micro-batch, which waits for a sleeping kernel on its GPU, does not keep the next one from stage 1."""
+    """Stage 2 of a micro-batch, which waits for a sleeping kernel, does not keep the next one from going through stage
+    1. Ids and places are pinned, as the loader's are: else their copies wait."""
     target = FeatureTarget(tiny, (0, 2, 4), dtype=torch.float32, device="cuda:1", before=("cuda:0",))
     tokens = batch(0, 9, 27)
+    tokens = replace(tokens, input_ids=tokens.input_ids.pin_memory(), places_T=tokens.places_T.pin_memory())
     target.features(tokens)
     torch.cuda.synchronize(0)
     torch.cuda.synchronize(1)
