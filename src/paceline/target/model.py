@@ -26,7 +26,7 @@ from paceline.target.fast import FastTrunk
 from paceline.target.layers import why_not_plain
 from paceline.target.load import TargetFacts, decoder_of, load_causal, load_config, load_trunk
 from paceline.target.self_check import Wanted, check_decoding, plain_logits
-from paceline.target.stages import Stages, carried, load_stages
+from paceline.target.stages import Sent, Stages, load_stages, sent
 from paceline.target.varlen import Kernel
 
 
@@ -55,16 +55,16 @@ class Taps:
 
     def _keep(self, _module: nn.Module, _args: Any, output: Any) -> None:
         hidden = output[0] if isinstance(output, tuple) else output
-        self._outputs.append(hidden if self._device is None else carried(hidden, self._device))
+        self._outputs.append(sent(hidden, self._device or hidden.device))
 
     @property
-    def _outputs(self) -> list[Tensor]:
-        kept: list[Tensor] = vars(self._own).setdefault("outputs", [])
+    def _outputs(self) -> list[Sent]:
+        kept: list[Sent] = vars(self._own).setdefault("outputs", [])
         return kept
 
     def take(self) -> Float[Tensor, "R S D"]:
         """Return the features of the forward that just ran and forget them."""
-        features = torch.cat(self._outputs, dim=-1)
+        features = torch.cat([output.arrived() for output in self._outputs], dim=-1)
         self._outputs.clear()
         return features
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -48,20 +48,33 @@ def split_layers(sizes: Sequence[int], first: int, stages: int) -> tuple[int, ..
     return best[0][1]
 
 
-def carried(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on a device. Between GPUs nobody waits for it but what comes behind it there."""
+class Sent(NamedTuple):
+    """A tensor on its way to another device."""
+
+    tensor: Tensor
+    event: torch.cuda.Event | None  # once it is there; None: it is
+
+    def arrived(self) -> Tensor:
+        """Return the tensor for what comes from now on behind it on its device, which waits for it; this thread does
+        not."""
+        if self.event is not None:
+            main = torch.cuda.current_stream(self.tensor.device)
+            main.wait_event(self.event)
+            self.tensor.record_stream(main)
+        return self.tensor
+
+
+def sent(tensor: Tensor, device: torch.device) -> Sent:
+    """Send a tensor to a device. Between GPUs nothing there waits for it yet."""
     if tensor.device == device:
-        return tensor
+        return Sent(tensor, None)
     if tensor.device.type != "cuda" or device.type != "cuda":
-        return tensor.to(device)
+        return Sent(tensor.to(device), None)
     # Torch lets the source wait for all that is under way on the stream of the destination, which is the micro-batch
     # before this one. On a stream for copies alone nothing is but those.
-    side, main = _side(tensor.device, device), torch.cuda.current_stream(device)
+    side = _side(tensor.device, device)
     with torch.cuda.stream(side):
-        there = tensor.to(device, non_blocking=True)
-    main.wait_stream(side)
-    there.record_stream(main)
-    return there
+        return Sent(tensor.to(device, non_blocking=True), side.record_event())
 
 
 @cache
@@ -169,14 +182,22 @@ class Stages:
             self._kept.tensors = {}
             self._locks[self._at.pop(me)].release()
 
-    def enter(self, stage: int) -> None:
-        """Go on to a stage: wait until it is free, and only then leave the one before."""
+    @contextmanager
+    def _entering(self, stage: int) -> Iterator[None]:
+        """Wait for a stage, and leave the one before once the block has ended: what is sent in it goes before all that
+        the next thread does there."""
         me = threading.current_thread()
-        while (now := self._at[me]) < stage:
-            self._locks[now + 1].acquire()
-            self._at[me] = now + 1
-            self._locks[now].release()
-            self._set_device(now + 1)
+        before = self._at[me]
+        if before == stage:
+            yield
+            return
+        self._locks[stage].acquire()
+        self._at[me] = stage
+        try:
+            self._set_device(stage)
+            yield
+        finally:
+            self._locks[before].release()
 
     def _set_device(self, stage: int) -> None:
         if self.devices[stage].type == "cuda":  # for kernels that do not ask where their tensors are
@@ -184,24 +205,25 @@ class Stages:
 
     def _carrier(self, stage: int) -> Any:
         def carry(_module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
-            self.enter(stage)
-            device = self.devices[stage]
             if stage == 0:
                 return args, named
-            # The hidden state is another one each time; masks and angles are the same for all layers of a stage.
-            return self._there(args, device, keep=False), {
-                name: self._there(value, device, keep=name != "hidden_states") for name, value in named.items()
-            }
+            device = self.devices[stage]
+            with self._entering(stage):
+                # The hidden state is another one each time; masks and angles are the same for all layers of a stage.
+                return self._there(args, device, keep=False), {
+                    name: self._there(value, device, keep=name != "hidden_states") for name, value in named.items()
+                }
 
         return carry
 
     def _there(self, value: Any, device: torch.device, *, keep: bool) -> Any:
         if isinstance(value, Tensor):
             if not keep or value.device == device:
-                return carried(value, device)
+                return sent(value, device).arrived()
             kept = self._kept.tensors
             if (id(value), device) not in kept:
-                kept[id(value), device] = value, carried(value, device)  # the first, too: its id is not given out again
+                # With the first one, whose id is given to no other one meanwhile.
+                kept[id(value), device] = value, sent(value, device).arrived()
             return kept[id(value), device][1]
         if type(value) in (tuple, list):
             return type(value)(self._there(one, device, keep=keep) for one in value)
