@@ -14,7 +14,7 @@ from paceline.runtime import pulse
 
 
 class Outlet:
-    """One owner's access to a dispenser; it holds as many leases as its threads have asked for."""
+    """One owner's access to a dispenser; it holds a lease at most."""
 
     def __init__(self, dispenser: "Dispenser") -> None:
         self._dispenser = dispenser
@@ -28,8 +28,8 @@ class Outlet:
         """End the lease of a micro-batch that is being delivered; False if it is not this owner's any more."""
         return self._dispenser.settle(self, seq)
 
-    def revoke(self) -> list[TokenBatch]:
-        """Take the owner's micro-batches back, which are returned as they were leased, and give it no other one."""
+    def revoke(self) -> TokenBatch | None:
+        """Take the owner's micro-batch back, which is returned, and give it no other one."""
         return self._dispenser.revoke(self)
 
 
@@ -45,7 +45,7 @@ class Dispenser:
         self._batches, self._on_end = batches, on_end
         self._changed = threading.Condition()
         self._ready: list[tuple[int, TokenBatch]] = []  # a heap of what was given back or fetched
-        self._leases: dict[tuple[Outlet, int], TokenBatch] = {}  # by owner and place in the stream
+        self._leases: dict[Outlet, TokenBatch] = {}
         self._fetched = 0
         self._fetching = self._ended = self._stopped = False
         self.error: BaseException | None = None  # of the stream, for everyone
@@ -78,7 +78,7 @@ class Dispenser:
                     raise Closed
                 if self._ready:
                     _, batch = heapq.heappop(self._ready)
-                    self._leases[owner, batch.seq] = batch
+                    self._leases[owner] = batch
                     return batch
                 if self.error is not None:
                     raise self.error
@@ -114,20 +114,22 @@ class Dispenser:
     def settle(self, owner: Outlet, seq: int) -> bool:
         """See Outlet."""
         with self._changed:
-            if self._leases.pop((owner, seq), None) is None:
+            batch = self._leases.get(owner)
+            if batch is None or batch.seq != seq:
                 return False
+            del self._leases[owner]
             self._changed.notify_all()
             return True
 
-    def revoke(self, owner: Outlet) -> list[TokenBatch]:
+    def revoke(self, owner: Outlet) -> TokenBatch | None:
         """See Outlet."""
         with self._changed:
             owner.revoked = True
-            batches = [self._leases.pop(lease) for lease in list(self._leases) if lease[0] is owner]
-            for batch in batches:
+            batch = self._leases.pop(owner, None)
+            if batch is not None:
                 heapq.heappush(self._ready, (batch.seq, batch))
             self._changed.notify_all()
-            return batches
+            return batch
 
     def stop(self) -> None:
         """End everyone who asks from now on."""

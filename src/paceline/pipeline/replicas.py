@@ -14,13 +14,14 @@ from pathlib import Path
 import torch
 
 from paceline.pipeline.channel import OrderedChannel
-from paceline.pipeline.dispenser import Dispenser, Outlet
+from paceline.pipeline.dispenser import Dispenser
+from paceline.pipeline.outlets import Outlets
 from paceline.pipeline.supervisor import Role
 from paceline.pipeline.watch import write_stacks
 from paceline.records import Hung, RunError, TokenBatch, causes
 from paceline.target.replica import TargetReplica
 
-Build = Callable[[int, Sequence[str], Outlet], TargetReplica]
+Build = Callable[[int, Sequence[str], Outlets], TargetReplica]
 
 
 class Replicas:
@@ -45,7 +46,7 @@ class Replicas:
         """
         self._build, self._dispenser, self._channel = build, dispenser, channel
         self._left, self._stacks, self._tell = restarts, stacks, tell
-        self._working: dict[Role, tuple[int, Sequence[str], Outlet]] = {}
+        self._working: dict[Role, tuple[int, Sequence[str], Outlets]] = {}
         self._causes: dict[str, RunError] = {}  # the last one of every replica
         self._suspected: dict[int, RunError] = {}  # micro-batches that a replica failed at, and how
         self.first = [self._new(index, own) for index, own in enumerate(devices)]
@@ -109,7 +110,7 @@ class Replicas:
                 role.join()
 
     def _new(self, index: int, devices: Sequence[str]) -> TargetReplica:
-        outlet = self._dispenser.open()
+        outlet = Outlets(self._dispenser)
         replica = self._build(index, devices, outlet)
         self._working[replica] = index, devices, outlet
         return replica

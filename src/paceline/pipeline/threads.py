@@ -22,10 +22,11 @@ from paceline.drafter.model import Drafter
 from paceline.observe.gpus import GpuReader
 from paceline.pipeline.channel import Closed, OrderedChannel, check_finite
 from paceline.pipeline.dealer import Dealer
-from paceline.pipeline.dispenser import Dispenser, Outlet
+from paceline.pipeline.dispenser import Dispenser
 from paceline.pipeline.evaluator import Evaluator, EvaluatorCare, InTraining
 from paceline.pipeline.flow import between_steps, make_flow
 from paceline.pipeline.listeners import Listeners
+from paceline.pipeline.outlets import Outlets
 from paceline.pipeline.replicas import Replicas
 from paceline.pipeline.rollback import Rollback
 from paceline.pipeline.sampler import Sampler, Seen
@@ -295,7 +296,7 @@ def _build_replica(
     facts: TargetFacts,
     index: int,
     devices: Sequence[str],
-    outlet: Outlet,
+    outlet: Outlets,
     *,
     largest: TokenBatch,
     cache: FeatureCache,

@@ -19,10 +19,13 @@ _LEAVE_S = 5.0  # longest wait for lanes that have a reason to leave
 
 
 class Lanes:
-    """The lanes of a replica."""
+    """The lanes of a replica, whose work goes to the streams of the thread that starts them."""
 
-    def __init__(self, count: int, name: str, gate: Gate, where: Callable[[threading.Thread], str]) -> None:
+    def __init__(
+        self, count: int, name: str, device: str, gate: Gate, where: Callable[[threading.Thread], str]
+    ) -> None:
         """`where` says which layers a thread works at, "" if at none; also of a thread that has failed there."""
+        self._device = torch.device(device)
         self._count, self._name, self._gate, self._where = count, name, gate, where
         self._pulses: dict[threading.Thread, Pulse] = {}
         self._under_way: dict[threading.Thread, tuple[int, str]] = {}  # the micro-batch of each, in order of beginning
@@ -36,6 +39,8 @@ class Lanes:
         """
         ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         cpu_threads = torch.get_num_threads()
+        on_cuda = self._device.type == "cuda"
+        stream = torch.cuda.current_stream(self._device) if on_cuda else None
 
         def body() -> None:
             me, error = threading.current_thread(), None
@@ -45,7 +50,8 @@ class Lanes:
                 torch.get_num_threads()  # initialises this thread's own count, which would undo the next line later
                 torch.set_num_threads(cpu_threads)
                 pulse.work()
-                serve()
+                with torch.cuda.stream(stream):
+                    serve()
             except BaseException as caught:
                 error = caught
                 self._failed = self._failed or self._told(me)

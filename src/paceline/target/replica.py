@@ -172,7 +172,7 @@ class TargetReplica:
         """
         if not self._before:
             return self._serve()
-        self._lanes = Lanes(self._width, self.name, self._gate, self._target.where)
+        self._lanes = Lanes(self._width, self.name, self.device, self._gate, self._target.where)
         self._lanes.run(self._serve)
 
     @property

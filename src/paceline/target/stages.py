@@ -35,7 +35,9 @@ def split_layers(sizes: Sequence[int], first: int, stages: int) -> tuple[int, ..
         )
     sums = [0, *accumulate(sizes)]
     # best[n]: of the layers from n on in so many stages, the largest stage's size and the layers of each stage
-    best = {n: (sums[-1] - sums[n], (len(sizes) - n,)) for n in range(len(sizes))}
+    best: dict[int, tuple[int, tuple[int, ...]]] = {
+        n: (sums[-1] - sums[n], (len(sizes) - n,)) for n in range(len(sizes))
+    }
     for left in range(2, stages + 1):
         own = first if left == stages else 0
         before, best = best, {}
