@@ -669,5 +669,3 @@ def test_the_devices_of_split_replicas() -> None:
         made("cuda:0", "cuda:1", "cuda:2")
     with pytest.raises(ValidationError, match=r"got cuda:2 twice in \['cuda:2', 'cuda:2'\]"):
         made("cuda:0", "cuda:1", "cuda:2", "cuda:2")
-    with pytest.raises(ValidationError, match="fp8: on is a part of the fast path, which keeps layers on one device"):
-        made("cuda:0", "cuda:1", fp8="on")

@@ -51,11 +51,6 @@ class TargetSettings(Section):
 
     @model_validator(mode="after")
     def _check(self) -> "TargetSettings":
-        if self.fp8 == "on" and self.devices_per_replica > 1:
-            raise ValueError(
-                f"fp8: on is a part of the fast path, which keeps layers on one device, got devices_per_replica: "
-                f"{self.devices_per_replica}"
-            )
         if self.fp8 == "on" and (self.fast == "off" or self.dtype != "bfloat16"):
             raise ValueError(f"fp8: on needs fast: auto and dtype: bfloat16, got {self.fast} and {self.dtype}")
         return self

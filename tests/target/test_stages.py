@@ -102,10 +102,17 @@ def test_all_that_a_layer_reads_is_on_its_device(name: str, packed: bool, tmp_pa
     assert (features.device.type, features.shape) == ("meta", (36, 3 * 64))
 
 
-def test_the_fast_path_says_why_it_is_not_taken(tiny: TargetFacts) -> None:
-    target = made(tiny, 2)
-    assert target.quicken() == "its layers are on several devices (target.devices_per_replica)"
-    assert not target.is_fast
+@pytest.mark.parametrize("fp8", [False, True])
+def test_the_fast_path_gives_what_it_gives_on_one_device(tiny: TargetFacts, fp8: bool) -> None:
+    one, *others = (
+        FeatureTarget(tiny, TAPS, dtype=torch.bfloat16, device="cpu", before=("cpu",) * count) for count in range(3)
+    )
+    assert one.quicken(fp8=fp8) == ""
+    for other in others:
+        assert other.quicken(fp8=fp8) == ""
+        for tokens in (batch(9, 27, 1, 4), batch(9, 27, packed=True)):
+            assert torch.equal(other.features(tokens), one.features(tokens))
+        assert other.kernel == one.kernel
 
 
 # ------------------------------------------------------------------------------------------------------------ under way

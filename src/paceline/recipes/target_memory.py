@@ -71,7 +71,7 @@ def plan_target(settings: RunSettings, folder: Path | None, console: Console) ->
         console.line(f"  memory of a target replica not estimated: {error}")
         return None
     parts, split = [part.as_dict() for part in replica_memory(settings, facts)], settings.target.devices_per_replica > 1
-    on_fast = settings.target.fast == "auto" and kind in PLAIN_TYPES and not split
+    on_fast = settings.target.fast == "auto" and kind in PLAIN_TYPES
     console.line(
         f"  memory of a target replica on {f'each of its {len(parts)} GPUs' if split else 'a GPU'}"
         f"{' at its peak, on the fast path' if on_fast else ', at least'}:"
@@ -81,8 +81,6 @@ def plan_target(settings: RunSettings, folder: Path | None, console: Console) ->
     console.table("", ("part", *heads), rows)
     if settings.target.fast == "off":
         console.line("  target.fast off needs more, which is not estimated")
-    elif split:
-        console.line("  the plain path, which split layers take, needs more; it is not estimated")
     elif not on_fast:
         console.line(f"  {kind} is not known to the fast path: it needs more, which is not estimated")
     whole = {name: sum(part[name] for part in parts) for name in parts[0]}

@@ -134,13 +134,11 @@ class FeatureTarget:
 
         With `fp8` the products' own weights are let go of, and the plain path is gone.
         """
-        if self._stages is not None:
-            return "its layers are on several devices (target.devices_per_replica)"
         if reason := why_not_plain(self._trunk, fp8=fp8):
             return reason
         try:
             self._wanted = Wanted(self.read, self.vocab_size)
-            fast = FastTrunk(self._trunk, self._which)
+            fast = FastTrunk(self._trunk, self._which, self._stages)
             reason = self._wanted.why_not(fast.features, fp8=False)
             if fp8 and not reason:
                 fast.quantize()

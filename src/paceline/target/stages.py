@@ -184,6 +184,11 @@ class Stages:
             self._kept.tensors = {}
             self._locks[self._at.pop(me)].release()
 
+    def carry(self, stage: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Go on to a stage, or stay in it, and return tensors on its device; inside `through`."""
+        with self._entering(stage):
+            return tuple(sent(tensor, self.devices[stage]).arrived() for tensor in tensors)
+
     @contextmanager
     def _entering(self, stage: int) -> Iterator[None]:
         """Wait for a stage, and leave the one before once the block has ended: what is sent in it goes before all that
