@@ -102,10 +102,27 @@ def test_both_gpus_work_at_once(tiny: TargetFacts) -> None:
     torch.cuda.synchronize(1)
 
 
+@pytest.mark.usefixtures("traceable")
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_fast_path_gives_what_it_gives_on_one_gpu(tiny: TargetFacts, fp8: bool, compiled: bool) -> None:
+    tokens = batch(0, 9, 27, 1, 4)
+    one = FeatureTarget(tiny, (0, 2, 4), dtype=torch.bfloat16, device="cuda:1")
+    two = FeatureTarget(tiny, (0, 2, 4), dtype=torch.bfloat16, device="cuda:1", before=("cuda:0",))
+    for target in (one, two):
+        assert target.quicken(fp8=fp8) == ""
+        assert not compiled or target.compile(tokens, lambda guard: None, f"{fp8} {target is two}") == ""
+    wanted = one.features(tokens).float()
+    torch.testing.assert_close(two.features(tokens).float(), wanted, rtol=0.05, atol=0.05 * wanted.abs().max().item())
+
+
+@pytest.mark.usefixtures("traceable")
+@pytest.mark.parametrize("fast", ["off", "auto"])
 @pytest.mark.parametrize("policy", ["eager", "captured"])
-def test_a_run_on_two_gpus_and_one_learns_the_same(losses: Any, policy: str) -> None:
-    more = {"policy": policy}
-    one = losses("one", ("cuda:0", "cuda:0"), "float32", slots=768, more=more, target={"fast": "off"})
-    two = losses("two", ("cuda:0+cuda:1", "cuda:0"), "float32", slots=768, more=more, target={"devices_per_replica": 2})
+def test_a_run_on_two_gpus_and_one_learns_the_same(losses: Any, policy: str, fast: str) -> None:
+    more, how = {"policy": policy}, {"fast": fast}
+    split = how | {"devices_per_replica": 2}
+    one = losses("one", ("cuda:0", "cuda:0"), "float32", slots=768, more=more, target=how)
+    two = losses("two", ("cuda:0+cuda:1", "cuda:0"), "float32", slots=768, more=more, target=split)
     assert one[-1] < one[0]
     assert two == pytest.approx(one, rel=1e-3)

@@ -15,6 +15,7 @@ from target_matrix import batch_of
 from transformers import AutoModelForCausalLM
 
 from paceline.records import TokenBatch, UserError
+from paceline.target.fast import FastTrunk
 from paceline.target.load import TargetFacts, describe
 from paceline.target.model import FeatureTarget
 from paceline.target.self_check import check_features
@@ -113,6 +114,12 @@ def test_the_fast_path_gives_what_it_gives_on_one_device(tiny: TargetFacts, fp8:
         for tokens in (batch(9, 27, 1, 4), batch(9, 27, packed=True)):
             assert torch.equal(other.features(tokens), one.features(tokens))
         assert other.kernel == one.kernel
+
+
+def test_all_that_a_layer_of_the_fast_path_reads_is_on_its_device(tiny: TargetFacts) -> None:
+    target = FeatureTarget(tiny, TAPS, dtype=torch.float32, device="meta", before=("cpu",))
+    features = FastTrunk(target._trunk, TAPS, target._stages).features(batch(9, 27))
+    assert (features.device.type, features.shape) == ("meta", (36, 3 * 64))
 
 
 # ------------------------------------------------------------------------------------------------------------ under way
