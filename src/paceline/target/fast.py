@@ -99,11 +99,9 @@ class FastTrunk:
             )
             if index in self._taps:
                 taken.append(sent(x_PH[:used], self._last))
-                if stage == len(self._enter) - 1:  # from now on what was sent before is waited for
-                    for tap in taken:
-                        features_TD[:, filled : filled + self._width].copy_(tap.arrived())
-                        filled += self._width
-                    taken.clear()
+                while taken and stage == len(self._enter) - 1:  # from now on what was sent before is waited for
+                    features_TD[:, filled : filled + self._width].copy_(taken.pop(0).arrived())
+                    filled += self._width
         return features_TD
 
     def _laid_out(self, tokens: TokenBatch) -> tuple[Tensor, Tensor, Ends]:
