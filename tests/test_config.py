@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from paceline import __version__
 from paceline.config import DataSettings, DrafterSettings, PipelineSettings, RunSettings, TargetSettings, TrainSettings
@@ -653,3 +654,18 @@ def test_files_of_this_version_keep_their_keys(run_yaml: Path) -> None:
         for key in (value if isinstance(value, dict) else [""])
     }
     assert set(FIRST_KEYS.split()) <= keys
+
+
+def test_the_devices_of_split_replicas() -> None:
+    def made(*targets: str, **target: object) -> RunSettings:
+        given = {"target": {"model": "m", "devices_per_replica": 2} | target}
+        return RunSettings.model_validate({**TREE, **given, "pipeline": {"targets": targets, "drafters": ["cuda:4"]}})
+
+    settings = made("cuda:0", "cuda:1", "cuda:2", "cuda:3")
+    assert settings.replicas == (("cuda:0", "cuda:1"), ("cuda:2", "cuda:3"))
+    assert (settings.roles, len(settings.devices)) == (3, 5)
+    assert made("cpu", "cpu").replicas == (("cpu", "cpu"),)
+    with pytest.raises(ValidationError, match=r"must name target.devices_per_replica \(2\) .* got 3: name 4, or"):
+        made("cuda:0", "cuda:1", "cuda:2")
+    with pytest.raises(ValidationError, match=r"got cuda:2 twice in \['cuda:2', 'cuda:2'\]"):
+        made("cuda:0", "cuda:1", "cuda:2", "cuda:2")

@@ -44,6 +44,10 @@ class TargetSettings(Section):
     fp8: Literal["off", "on"] = Field(
         "off", description="on: the products of its layers in fp8 (half the memory, features a little off)"
     )
+    devices_per_replica: Count = Field(
+        1,
+        description="devices in a row of pipeline.targets that share a replica's layers, for a target larger than one",
+    )
 
     @model_validator(mode="after")
     def _check(self) -> "TargetSettings":
@@ -189,7 +193,9 @@ class TrainSettings(Section):
 class PipelineSettings(Section):
     """Which role runs where, and what may wait between them."""
 
-    targets: tuple[str, ...] = Field(("cpu",), min_length=1, description="one device a target replica")
+    targets: tuple[str, ...] = Field(
+        ("cpu",), min_length=1, description="one device a target replica, or target.devices_per_replica in a row"
+    )
     drafters: tuple[str, ...] = Field(("cpu",), min_length=1, description="one device a drafter rank")
     target_threads: Count = Field(1, description="CPU threads of each target replica's matrix products")
     drafter_threads: Count = Field(1, description="CPU threads of each drafter rank's matrix products")
@@ -334,9 +340,37 @@ class RunSettings(Section):
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The device of each role: targets, the evaluator where there is one, drafters."""
+        """The devices of the roles: targets, the evaluator where there is one, drafters."""
         evaluator = () if self.evaluate.device is None else (self.evaluate.device,)
         return (*self.pipeline.targets, *evaluator, *self.pipeline.drafters)
+
+    @property
+    def replicas(self) -> tuple[tuple[str, ...], ...]:
+        """The devices of each target replica, in the order of the layers that they have."""
+        each, targets = self.target.devices_per_replica, self.pipeline.targets
+        return tuple(targets[at : at + each] for at in range(0, len(targets), each))
+
+    @property
+    def roles(self) -> int:
+        """How many roles there are: target replicas, the evaluator where there is one, drafter ranks."""
+        return len(self.replicas) + (self.evaluate.device is not None) + len(self.pipeline.drafters)
+
+    @model_validator(mode="after")
+    def _check_replicas(self) -> "RunSettings":
+        each, targets = self.target.devices_per_replica, self.pipeline.targets
+        if len(targets) % each:
+            raise ValueError(
+                f"pipeline.targets must name target.devices_per_replica ({each}) devices for each replica, got "
+                f"{len(targets)}: name {len(targets) + -len(targets) % each}, or lower the other"
+            )
+        for devices in self.replicas:
+            gpus = [device for device in devices if device != "cpu"]
+            if twice := next((device for device in gpus if gpus.count(device) > 1), None):
+                raise ValueError(
+                    f"pipeline.targets must name other devices for the layers of one replica, of which there are "
+                    f"{each} in a row (target.devices_per_replica), got {twice} twice in {list(devices)}"
+                )
+        return self
 
     @model_validator(mode="after")
     def _check(self) -> "RunSettings":

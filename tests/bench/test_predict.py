@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.bench.predict import Costs, Load, costs, predict, target_flops
+from paceline.bench.predict import Costs, Load, costs, predict, slowest_share, target_flops
 from paceline.runtime.profile import Rates
 from paceline.target.load import TargetFacts
 from paceline.target.model import FeatureTarget
@@ -62,3 +62,11 @@ def test_a_samples_features_cost_what_the_layers_up_to_the_deepest_tap_compute(t
     found = target_flops(tiny, 2, float(tokens))
     assert found == pytest.approx(2 * tokens * entries + attention, rel=0.02)
     assert math.isclose(found - 2 * tokens * entries, 3 * 2 * tokens**2 * 64)
+
+
+def test_a_replica_on_several_gpus_is_as_fast_as_the_one_with_most_layers() -> None:
+    found = predict(8, LOAD, COST, devices_per_replica=3)
+    assert [(one.targets, one.drafters, one.colocated) for one in found] == [(1, 5, False), (2, 2, False)]
+    assert [one.target_side for one in found] == pytest.approx([10.0, 20.0])
+    assert predict(3, LOAD, COST, devices_per_replica=3) == [], "no GPU is left for a drafter"
+    assert slowest_share((3, 4, 2)) == pytest.approx(4 / 9)

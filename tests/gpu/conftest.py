@@ -28,7 +28,8 @@ def losses(
         target: dict[str, Any] | None = None,
         **data: Any,
     ) -> list[float]:
-        """`devices` are the target's and those of the drafter's ranks; `more` are settings of train."""
+        """`devices` are the target's, joined by + if there are several, and those of the drafter's ranks; `more` are
+        settings of train."""
         tree = {
             "run_dir": str(tmp_path / name),
             "target": {"model": str(tiny_folder), "dtype": dtype} | (target or {}),
@@ -37,7 +38,7 @@ def losses(
             "train": {"max_steps": 20, "context_slots": slots, "anchor_slots": slots // 6, "anchors_per_sample": 4}
             | {"dtype": dtype, "log_every": 1, "lr": 1e-3, "epochs": 20}
             | (more or {}),
-            "pipeline": {"targets": [devices[0]], "drafters": list(devices[1:])},
+            "pipeline": {"targets": devices[0].split("+"), "drafters": list(devices[1:])},
         }
         train(RunSettings.model_validate(tree), console=Console(json=True))
         events = list(read_events(tmp_path / name))

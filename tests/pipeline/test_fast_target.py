@@ -43,17 +43,20 @@ def test_the_drafter_learns_the_same(settings: Any) -> None:
     plain, _ = run(settings("plain", target={"fast": "off"}))
     fast, _ = run(settings("fast"))
     again, _ = run(settings("one", pipeline={"targets": ["cpu"]}))
+    split, _ = run(settings("split", target={"devices_per_replica": 2}))
     assert of(plain, "target_path") == []
     how = {"event": "target_path", "schema": 1, "device": "cpu", "path": "fast"}
     how |= {"compiled": True, "fp8": False, "attention": "sample by sample", "reason": ""}
     told = sorted(of(fast, "target_path"), key=lambda event: event["role"])
     assert told == [{**how, "role": f"target replica {index}"} for index in range(2)]
-    losses = [[event["loss"] for event in of(found, "step")] for found in (plain, fast, again)]
-    for found in (plain, fast, again):
+    losses = [[event["loss"] for event in of(found, "step")] for found in (plain, fast, again, split)]
+    for found in (plain, fast, again, split):
         assert (of(found, "recompile"), of(found, "trained")[0]["recompiles"]) == ([], 0)
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
     assert losses[1] != losses[0], "by other operations"
     assert losses[2] == losses[1], "whatever the number of replicas"
+    assert losses[3] == losses[1], "and of devices that a replica has"
+    assert [event["path"] for event in of(split, "target_path")] == ["fast"]
 
 
 @pytest.mark.slow

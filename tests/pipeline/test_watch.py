@@ -113,3 +113,17 @@ def test_stacks_that_no_file_takes_go_to_stderr(tmp_path: Path, capfd: pytest.Ca
     assert told.startswith(f"{tmp_path}/gone/stacks.txt cannot be written: No such file or directory.\n")
     assert "MainThread" in told
     assert "test_watch.py" in told
+
+
+def test_each_thread_of_a_role_is_watched_for_itself() -> None:
+    clock = Clock()
+    watch = Watch[str](10.0, 30.0, clock=clock)
+    role = pulse("works")
+    role.others = (pulse("works"), pulse("waits", "data"))
+    for _ in range(3):
+        role.others[1].now = Moment("works")  # one that goes on does not hide the other one
+        hung, _ = watched({"a": role}, 5, clock, watch)
+    assert hung == {"a": pytest.approx(14.5, abs=0.6)}
+    for other in role.others:
+        other.now = Moment("waits", "data")
+    assert watched({"a": role}, 11, clock, watch) == ({}, {"a": "data"})

@@ -1,6 +1,7 @@
 """`plan --gpus`: from a RUN.yaml and a machine's profile to the best split."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -95,3 +96,30 @@ def test_what_is_missing_is_said(run_yaml: Path, profile: Callable[..., Path], t
     assert "Give a RUN.yaml" in plan(folder, "--gpus", 2, status=2)
     away = plan(run_yaml, "target.model=nobody/nothing", "--gpus", 2, "--profile", profile(), status=2)
     assert "is not on this machine" in away
+
+
+def test_replicas_on_several_gpus_leave_the_others_to_drafters(run_yaml: Path, profile: Callable[..., Path]) -> None:
+    asked = ("target.devices_per_replica=2", "pipeline.targets=[cpu, cpu]", "--profile", profile())
+    found = json.loads(plan(run_yaml, *asked, "--gpus", 5, "--json").stdout)
+    splits = found["gpus"]["splits"]
+    assert [(one["targets"], one["drafters"], one["colocated"]) for one in splits] == [(1, 3, False), (2, 1, False)]
+    alone = json.loads(plan(run_yaml, "--profile", profile(), "--gpus", 5, "--json").stdout)["gpus"]
+    # Five layers, three of them behind the embedding's: the slower stage makes three fifths.
+    assert found["gpus"]["seconds"]["target"] == pytest.approx(alone["seconds"]["target"] * 3 / 5)
+    text = plan(run_yaml, *asked, "--gpus", 5).output
+    assert re.search(r"best: \d for targets, 2 for each replica, \d for drafters", text)
+    assert [line for line in text.splitlines() if len(line) > 80] == []
+    assert "need 3, got 2. Plan for more, or lower it" in plan(run_yaml, *asked, "--gpus", 2, status=2)
+    few = ("target.devices_per_replica=6", "pipeline.targets=[cpu, cpu, cpu, cpu, cpu, cpu]")
+    assert "must not exceed the layers up to the deepest tap (5), got 6" in plan(run_yaml, *few, status=2)
+
+
+def test_the_memory_of_each_device_is_that_of_its_layers(run_yaml: Path) -> None:
+    found = json.loads(plan(run_yaml, "target.devices_per_replica=2", "pipeline.targets=[cpu, cpu]", "--json").stdout)
+    first, last = found["target"]["devices"]
+    layer = 2 * (64 * (64 + 2 * 32 + 64 + 3 * 128) + 2 * 64 + 2 * 16)  # bfloat16: products, norms, norms of heads
+    assert first["weights"] == 2 * layer + 2 * 128 * 64
+    assert last["weights"] == 3 * layer
+    assert (first["features"], last["features"]) == (0, 3 * 128 * 3 * 64 * 2), "of three micro-batches of 128 tokens"
+    assert found["target"]["weights"] == first["weights"] + last["weights"]
+    assert found["target"]["replicas"] == {"cpu": 2}

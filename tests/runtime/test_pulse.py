@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from paceline.runtime import pulse
-from paceline.runtime.pulse import Pulse
+from paceline.runtime.pulse import Moment, Pulse, adopt, standing_in
 
 
 def test_a_wait_is_told_and_work_after_it_is_new_work() -> None:
@@ -75,3 +75,19 @@ def test_an_error_ends_a_wait() -> None:
     assert own.now.kind == "works"
     assert own.now.waited.keys() == {"room"}
     pulse.adopt(Pulse())
+
+
+def test_what_stands_in_for_a_pulse_has_waited_on_average(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulse, "_own", threading.local())
+    own, one, other = Pulse(), Pulse(), Pulse()
+    adopt(own)
+    own.work()
+    with standing_in([one, other]):
+        one.now = Moment("works", waited={"data": 4.0})
+        other.now = Moment("waits", "data", "data", since=10.0, waited={"room": 1.0})
+        assert own.moments() == (one.now, other.now)
+        assert own.waited(12.0) == {"data": 3.0, "room": 0.5}
+        other.rest()
+        assert other.now.kind == "waits"
+    assert own.moments() == (own.now,)
+    assert own.waited(12.0) == {}

@@ -30,7 +30,7 @@ def test_weights_are_counted_to_the_byte(name: str, fp8: bool, request: pytest.F
         drafter=shape.model_copy(update={"taps": taps}),
         data=DataSettings(dataset="data"),
     )
-    found = replica_memory(settings, facts)
+    (found,) = replica_memory(settings, facts)
     last_norm = 2 * facts.hidden_size  # which the files have and a trunk does without
     assert found.weights == sum(tensor.nbytes for tensor in tensors) + last_norm
     assert found.features == settings.train.context_slots * 2 * facts.hidden_size * 2

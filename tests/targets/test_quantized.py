@@ -12,7 +12,7 @@ from families import FAMILIES, save
 from quantized_table import BEGIN, COMMAND, END, REFUSED, examined, reason_of, row_of
 from quantized_targets import QUANTIZED, Quantized, compressed, family_of, save_quantized
 from safetensors.torch import load_file, save_file
-from target_matrix import CHECKS, DOCUMENT, Examined
+from target_matrix import CHECKS, DOCUMENT, Examined, batch_of
 from trained_run import run
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -24,6 +24,7 @@ from paceline.recipes.plan import plan_epoch
 from paceline.records import UserError
 from paceline.target import quantized
 from paceline.target.load import describe, load_causal, load_ends, load_trunk
+from paceline.target.model import FeatureTarget
 from paceline.target.weights import PlainWeights, weight_entries
 
 FAST = ("fp8, blocks", "awq, 4 bits, gemm", "gptq, 8 bits, ordered by activation, gptq_v2", "gguf, Q8_0")
@@ -311,3 +312,12 @@ def test_layers_of_one_checkpoint_may_be_quantized_in_different_ways(tmp_path: P
     plain = PlainWeights(places[0], "x")
     for name in worths[0]:
         assert torch.equal(plain.read(name), worths["mlp" in name][name])
+
+
+@pytest.mark.parametrize("name", ["fp8, blocks, experts", "gguf, Q8_0"])
+def test_on_several_devices_a_quantized_target_gives_the_same(target: Callable[[str], Examined], name: str) -> None:
+    facts, how = target(name).facts, {"dtype": torch.float32, "device": "cpu"}
+    one, two = (FeatureTarget(facts, (0, 2, 4), before=before, **how) for before in ((), ("cpu",)))
+    tokens = batch_of([torch.arange(5, 25), torch.arange(30, 41)])
+    assert torch.equal(two.features(tokens), one.features(tokens))
+    assert [len(layers) > 0 for layers in two._stages.ranges] == [True, True]

@@ -2,10 +2,12 @@
 
 Of a step's micro-batches each rank gets its share, in whole ones, and ends with an update and, with others, a sum of
 gradients. Side by side the slowest of three sides counts: targets, drafters, and features on their way. Colocated, each
-GPU makes its share of the targets' work and then of the drafters'. docs/throughput.md has the formulas.
+GPU makes its share of the targets' work and then of the drafters'. A replica whose layers lie on several GPUs is as
+fast as its slowest one, and is not colocated. docs/throughput.md has the formulas.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -40,7 +42,7 @@ class Load:
 class Costs:
     """Seconds on one GPU."""
 
-    target: float  # of a sample
+    target: float  # of a sample, by a replica: on its slowest GPU where it has several
     micro: float  # of a drafter's micro-batch, at its one shape
     update: float
     gradients: float  # summing them over two ranks; 0 where nobody measured copies
@@ -51,13 +53,14 @@ class Costs:
 class Prediction:
     """One way to use the GPUs."""
 
-    targets: int
+    targets: int  # replicas
     drafters: int
     colocated: bool
     target_side: float  # samples a second that the targets could make
     drafter_side: float
     samples_per_s: float
     limit: Side
+    devices_per_replica: int = 1
 
 
 def target_flops(facts: TargetFacts, last_tap: int, tokens: float) -> float:
@@ -65,6 +68,11 @@ def target_flops(facts: TargetFacts, last_tap: int, tokens: float) -> float:
     wide, narrow = facts.heads * facts.head_dim, facts.kv_heads * facts.head_dim
     matrices = facts.hidden_size * (2 * wide + 2 * narrow + 3 * facts.intermediate_size)
     return (last_tap + 1) * (2 * tokens * matrices + 2 * tokens**2 * wide)
+
+
+def slowest_share(layers: Sequence[int]) -> float:
+    """Return the share of a forward that the device with most layers makes of it; `layers` are those of each device."""
+    return max(layers) / sum(layers)
 
 
 def step_flops(
@@ -94,20 +102,22 @@ def costs(load: Load, rates: Rates, *, target_flops: float, step_flops: float, p
     )
 
 
-def predict(gpus: int, load: Load, cost: Costs) -> list[Prediction]:
-    """Return every split of the GPUs, few targets first, and behind them both roles on each GPU."""
-    found = [_apart(targets, gpus - targets, load, cost) for targets in range(1, gpus)]
-    return [*found, _together(gpus, load, cost)]
+def predict(gpus: int, load: Load, cost: Costs, *, devices_per_replica: int = 1) -> list[Prediction]:
+    """Return every split of the GPUs, few targets first, and behind them both roles on each GPU. All are used, and none
+    is left where replicas of several GPUs leave no drafter any."""
+    each = devices_per_replica
+    found = [_apart(targets, gpus - each * targets, load, cost, each) for targets in range(1, (gpus - 1) // each + 1)]
+    return found if each > 1 else [*found, _together(gpus, load, cost)]
 
 
-def _apart(targets: int, drafters: int, load: Load, cost: Costs) -> Prediction:
+def _apart(targets: int, drafters: int, load: Load, cost: Costs, each: int) -> Prediction:
     sides: dict[Side, float] = {
         "targets": targets / cost.target,
         "drafters": load.samples / _step(drafters, load, cost),
         "features": drafters / cost.features if cost.features else math.inf,
     }
     limit = min(sides, key=lambda side: sides[side])
-    return Prediction(targets, drafters, False, sides["targets"], sides["drafters"], sides[limit], limit)
+    return Prediction(targets, drafters, False, sides["targets"], sides["drafters"], sides[limit], limit, each)
 
 
 def _together(gpus: int, load: Load, cost: Costs) -> Prediction:

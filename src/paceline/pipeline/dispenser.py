@@ -32,10 +32,14 @@ class Outlet:
         """End the lease of a micro-batch that is being delivered; False if it is not this owner's any more."""
         return self._dispenser.settle(self, seq)
 
-    def revoke(self, *, hung: bool = False) -> TokenBatch | None:
+    def revoke(self, *, hung: bool = False, leaving: bool = False) -> TokenBatch | None:
         """Take the owner's micro-batch back, which is returned, and give it no other one; if it hangs, it may still
-        write into its slot."""
-        return self._dispenser.revoke(self, hung=hung)
+        write into its slot. One that is `leaving` does so for a while, and keeps its slot until `left`."""
+        return self._dispenser.revoke(self, hung=hung, leaving=leaving)
+
+    def left(self, *, hung: bool) -> None:
+        """Take back the slot that a leaving owner has kept; if it has not left, it hangs."""
+        self._dispenser.take_back(self, hung=hung)
 
 
 class Dispenser:
@@ -150,7 +154,7 @@ class Dispenser:
             self._changed.notify_all()
             return True
 
-    def revoke(self, owner: Outlet, *, hung: bool = False) -> TokenBatch | None:
+    def revoke(self, owner: Outlet, *, hung: bool = False, leaving: bool = False) -> TokenBatch | None:
         """See Outlet."""
         with self._changed:
             owner.revoked = True
@@ -158,9 +162,19 @@ class Dispenser:
             if batch is not None:
                 heapq.heappush(self._ready, (batch.seq, batch))
                 if self._slots is not None and owner.slot is not None:
-                    self._slots.give_back(batch.seq, owner.slot, hung=hung)
+                    if leaving:
+                        self._slots.expect_again(batch.seq, owner.slot)
+                    else:
+                        self._slots.give_back(batch.seq, owner.slot, hung=hung)
             self._changed.notify_all()
             return batch
+
+    def take_back(self, owner: Outlet, *, hung: bool) -> None:
+        """See Outlet.left."""
+        with self._changed:
+            if self._slots is not None and owner.slot is not None:
+                self._slots.take_back(owner.slot, hung=hung)
+            self._changed.notify_all()
 
     def stop(self) -> None:
         """End everyone who asks from now on."""

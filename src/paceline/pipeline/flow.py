@@ -9,7 +9,7 @@ from paceline.data.prefetch import Prefetch
 from paceline.pipeline.channel import OrderedChannel
 from paceline.pipeline.dispenser import Dispenser
 from paceline.pipeline.evaluator import Evaluator
-from paceline.pipeline.slots import Slots
+from paceline.pipeline.slots import Slots, written_at_once
 from paceline.records import TokenBatch
 from paceline.train.guard import Guard
 from paceline.train.step import DrafterStep
@@ -33,7 +33,7 @@ def make_flow(settings: RunSettings, batches: Iterator[TokenBatch]) -> Flow:
     """Return the way of a run's micro-batches."""
     ahead = Prefetch(batches, settings.data.prefetch)
     pipeline, credit = settings.pipeline, int(settings.pipeline.credit_gib * 2**30)
-    slots = Slots(credit, replicas=len(pipeline.targets), ranks=len(pipeline.drafters))
+    slots = Slots(credit, replicas=written_at_once(settings), ranks=len(pipeline.drafters))
     source = Dispenser(ahead, on_end=lambda count: channel.finish(count), slots=slots)
     channel = OrderedChannel(credit, source.missing_before)
     return Flow(ahead, source, channel, slots)

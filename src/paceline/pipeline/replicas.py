@@ -14,13 +14,14 @@ from pathlib import Path
 import torch
 
 from paceline.pipeline.channel import OrderedChannel
-from paceline.pipeline.dispenser import Dispenser, Outlet
+from paceline.pipeline.dispenser import Dispenser
+from paceline.pipeline.outlets import Outlets
 from paceline.pipeline.supervisor import Role
 from paceline.pipeline.watch import write_stacks
 from paceline.records import Hung, RunError, TokenBatch, causes
 from paceline.target.replica import TargetReplica
 
-Build = Callable[[int, str, Outlet], TargetReplica]
+Build = Callable[[int, Sequence[str], Outlets], TargetReplica]
 
 
 class Replicas:
@@ -31,7 +32,7 @@ class Replicas:
 
     def __init__(
         self,
-        devices: Sequence[str],
+        devices: Sequence[Sequence[str]],
         build: Build,
         *,
         dispenser: Dispenser,
@@ -40,13 +41,15 @@ class Replicas:
         stacks: Path,
         tell: Callable[..., None],
     ) -> None:
-        """`restarts` may be made in all; `stacks` is the file that gets all threads' when something hangs."""
+        """`devices` has those of each replica, `restarts` may be made in all, and `stacks` is the file that gets all
+        threads' when something hangs.
+        """
         self._build, self._dispenser, self._channel = build, dispenser, channel
         self._left, self._stacks, self._tell = restarts, stacks, tell
-        self._working: dict[Role, tuple[int, Outlet]] = {}
+        self._working: dict[Role, tuple[int, Sequence[str], Outlets]] = {}
         self._causes: dict[str, RunError] = {}  # the last one of every replica
         self._suspected: dict[int, RunError] = {}  # micro-batches that a replica failed at, and how
-        self.first = [self._new(index, device) for index, device in enumerate(devices)]
+        self.first = [self._new(index, own) for index, own in enumerate(devices)]
 
     def failed(self, role: Role, error: RunError) -> Role | None:
         """Return a new replica for one that failed, or None if it stays out.
@@ -57,20 +60,21 @@ class Replicas:
         """
         if role not in self._working:
             raise error
-        index, outlet = self._working.pop(role)
+        index, devices, outlet = self._working.pop(role)
         if error.__cause__ is not None and error.__cause__ is self._dispenser.error:
             raise error
-        batch = outlet.revoke()
+        batch = _at_fault(role, outlet.revoke())
         self._causes[role.name] = error
-        _free(role, error)
+        self._channel.look_again()  # what the role has still under way is refused, and leaves
+        _free(role, devices, error)
+        outlet.left()
         again = self._left > 0 and not self._dispenser.over and not self._is_suspect(batch)
         self._left -= 1 if again else 0
         told = {"role": role.name, "device": role.device, "doing": role.doing, "message": str(error)}
         self._tell("replica_failed", **told, restarted=again, restarts_left=self._left)
         self._suspect(batch, error)
-        self._channel.look_again()
         if again:
-            return self._new(index, role.device)
+            return self._new(index, devices)
         self._check_left(RunError)
         return None
 
@@ -84,8 +88,10 @@ class Replicas:
         write_stacks(self._stacks, also_stderr=not target)
         if not target:
             raise Hung(f"{error} The stacks of all threads are in {self._stacks}.")
-        _, outlet = self._working.pop(role)
-        batch = outlet.revoke(hung=True)
+        *_, outlet = self._working.pop(role)
+        batch = _at_fault(role, outlet.revoke(hung=True))
+        if isinstance(role, TargetReplica):
+            role.give_up()
         self._causes[role.name] = error
         told = {"role": role.name, "device": role.device, "doing": role.doing, "message": str(error)}
         self._tell("replica_hung", **told, stacks=str(self._stacks))
@@ -98,10 +104,16 @@ class Replicas:
         write_stacks(self._stacks, also_stderr=True)
         raise Hung(f"{error} The stacks of all threads are in {self._stacks}.")
 
-    def _new(self, index: int, device: str) -> TargetReplica:
-        outlet = self._dispenser.open()
-        replica = self._build(index, device, outlet)
-        self._working[replica] = index, outlet
+    def join(self) -> None:
+        """Wait a while, once the run is over, for threads that replicas have of their own."""
+        for role in self._working:
+            if isinstance(role, TargetReplica):
+                role.join()
+
+    def _new(self, index: int, devices: Sequence[str]) -> TargetReplica:
+        outlet = Outlets(self._dispenser)
+        replica = self._build(index, devices, outlet)
+        self._working[replica] = index, devices, outlet
         return replica
 
     def _is_suspect(self, batch: TokenBatch | None) -> bool:
@@ -133,13 +145,20 @@ def _sentence(error: RunError) -> str:
     return text if text.endswith((".", "!", "?")) else f"{text}."
 
 
-def _free(role: Role, error: BaseException) -> None:
+def _at_fault(role: Role, batches: Sequence[TokenBatch]) -> TokenBatch | None:
+    """Return which of its micro-batches a replica failed or hangs at; of several it knows that itself."""
+    if len(batches) > 1 and isinstance(role, TargetReplica):
+        batches = [batch for batch in batches if batch.seq == role.stuck_at]
+    return batches[0] if batches else None
+
+
+def _free(role: Role, devices: Sequence[str], error: BaseException) -> None:
     """Let go of all that a replica which failed has on its device, before it is built anew."""
     if isinstance(role, TargetReplica):
         role.unload()
     for part in causes(error):
         traceback.clear_frames(part.__traceback__)
     gc.collect()
-    if torch.device(role.device).type == "cuda":
+    if any(torch.device(device).type == "cuda" for device in devices):
         with suppress(RuntimeError):  # of a device that is beyond help; who is built anew on it says so
-            torch.cuda.empty_cache()
+            torch.cuda.empty_cache()  # of all devices

@@ -20,6 +20,7 @@ from torch import Tensor
 from paceline.config import RunSettings
 from paceline.pipeline.dealer import Turns
 from paceline.records import FeatureBatch, RunError, TokenBatch
+from paceline.target.replica import under_way
 
 _LEAST, _MOST = 2, 16  # one is written while the other is read; more than a few only wait
 
@@ -27,10 +28,16 @@ _LEAST, _MOST = 2, 16  # one is written while the other is read; more than a few
 def slot_count(credit_bytes: int, slot_bytes: int, *, replicas: int, ranks: int) -> int:
     """Return how many slots each rank has: what the credit pays for, within bounds.
 
-    At least one for every replica that works for the rank and one that is read meanwhile.
+    At least one for every replica that works for the rank and one that is read meanwhile; a replica counts as often as
+    it has micro-batches under way.
     """
     least = max(_LEAST, -(-replicas // ranks) + 1)
     return min(max(credit_bytes // (ranks * slot_bytes), least), max(_MOST, least))
+
+
+def written_at_once(settings: RunSettings) -> int:
+    """Return how many micro-batches all replicas have under way at once, each with a slot."""
+    return sum(under_way(len(devices)) for devices in settings.replicas)
 
 
 def slots_bytes(settings: RunSettings, hidden_size: int) -> int:
@@ -39,7 +46,7 @@ def slots_bytes(settings: RunSettings, hidden_size: int) -> int:
     itemsize = 2 if train.dtype == "bfloat16" else 4
     features = train.context_slots * len(settings.drafter.taps) * hidden_size * itemsize
     credit, ranks = int(pipeline.credit_gib * 2**30), len(pipeline.drafters)
-    count = slot_count(credit, features, replicas=len(pipeline.targets), ranks=ranks)
+    count = slot_count(credit, features, replicas=written_at_once(settings), ranks=ranks)
     return count * (features + 8 * train.context_slots)
 
 
@@ -138,7 +145,15 @@ class Slots:
 
         A hung writer may go on at any time, so nobody else gets its slot: a new one takes the place.
         """
+        self.expect_again(seq, slot)
+        self.take_back(slot, hung=hung)
+
+    def expect_again(self, seq: int, slot: Slot) -> None:
+        """Learn that nobody has a micro-batch any more, whose slot its thread still writes into."""
         self._expected[seq] = slot.rank
+
+    def take_back(self, slot: Slot, *, hung: bool) -> None:
+        """Take back the slot of such a thread once it has left, or is not waited for any more."""
         if hung or not slot.is_left():
             self._retired.append(slot)
             slot = _new(slot.rank, slot.features_CD, 1)
@@ -182,11 +197,13 @@ class Loan:
 class Holder(Protocol):
     """Who has a slot with its lease."""
 
-    slot: Slot | None
+    @property
+    def slot(self) -> Slot | None:
+        """That of the thread that asks."""
 
 
 class Landing:
-    """The way of one replica's features into slots."""
+    """The way of one replica's features into slots, for all its threads, whose streams are the same."""
 
     def __init__(self, device: str, holder: Holder, slots: Slots) -> None:
         self._device, self._holder, self._slots = torch.device(device), holder, slots
@@ -227,5 +244,5 @@ class Landing:
         if device.type != "cuda" or device == self._device:
             return nullcontext()
         if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
+            self._streams.setdefault(device, torch.cuda.Stream(device))
         return torch.cuda.stream(self._streams[device])

@@ -22,10 +22,10 @@ from paceline.drafter.model import Drafter
 from paceline.observe.gpus import GpuReader
 from paceline.pipeline.channel import Closed, OrderedChannel, check_finite
 from paceline.pipeline.dealer import Dealer
-from paceline.pipeline.dispenser import Outlet
 from paceline.pipeline.evaluator import Evaluator, EvaluatorCare, InTraining
 from paceline.pipeline.flow import Flow, between_steps, make_flow
 from paceline.pipeline.listeners import Listeners
+from paceline.pipeline.outlets import Outlets
 from paceline.pipeline.replicas import Replicas
 from paceline.pipeline.rollback import Rollback
 from paceline.pipeline.sampler import Sampler, Seen
@@ -126,6 +126,7 @@ def train_in_threads(
         ahead.close()  # last, because it waits for the item that is being built
 
     settled = ExitStack()
+    settled.callback(replicas.join)
 
     def all_ready() -> None:
         settled.enter_context(forbid_recompiles())
@@ -276,7 +277,7 @@ def _replicas(
     made: Callable[[int], FeatureTarget] | None,
 ) -> Replicas:
     return Replicas(
-        settings.pipeline.targets,
+        settings.replicas,
         partial(
             _build_replica,
             settings,
@@ -302,8 +303,8 @@ def _build_replica(
     settings: RunSettings,
     facts: TargetFacts,
     index: int,
-    device: str,
-    outlet: Outlet,
+    devices: Sequence[str],
+    outlet: Outlets,
     *,
     largest: TokenBatch,
     cache: FeatureCache,
@@ -314,6 +315,7 @@ def _build_replica(
     tell: Callable[..., None],
     made: Callable[[int], FeatureTarget] | None,
 ) -> TargetReplica:
+    *before, device = devices
     landing = Landing(device, outlet, flow.slots)
 
     def deliver(batch: FeatureBatch) -> bool:
@@ -347,7 +349,7 @@ def _build_replica(
         dtype=getattr(torch, settings.target.dtype),
         wire=getattr(torch, settings.train.dtype),
         largest=largest,
-        source=iter(outlet),
+        source=outlet,
         cache=cache,
         room=landing.room,
         deliver=deliver,
@@ -358,6 +360,7 @@ def _build_replica(
         on_path=on_path,
         alarm=alarm,
         made=made and partial(made, index),
+        before=before,
     )
 
 

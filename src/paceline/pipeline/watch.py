@@ -39,7 +39,7 @@ class Watch(Generic[Who]):
         self._moving, self._clock = moving, clock
         self._last = clock()
         self._time = 0.0  # that counts
-        self._since: dict[Who, tuple[Moment, float]] = {}
+        self._since: dict[tuple[Who, int], tuple[Moment, float]] = {}  # of each thread that counts
         self._moved: tuple[object, float] = (None, 0.0)
 
     def look(self, pulses: Mapping[Who, Pulse]) -> None:
@@ -50,25 +50,30 @@ class Watch(Generic[Who]):
         seen = self._since
         self._since = {}
         for who, pulse in pulses.items():
-            moment = pulse.now
-            before = seen.get(who)
-            self._since[who] = before if before is not None and before[0] is moment else (moment, self._time)
+            for at, moment in enumerate(pulse.moments()):
+                before = seen.get((who, at))
+                same = before is not None and before[0] is moment
+                self._since[who, at] = before if before is not None and same else (moment, self._time)
         # Who has just left may have woken others, which did not come to it yet.
-        if (moved := self._moving()) != self._moved[0] or pulses.keys() != seen.keys():
+        if (moved := self._moving()) != self._moved[0] or self._since.keys() != seen.keys():
             self._moved = moved, self._time
 
     def hung(self) -> dict[Who, float]:
         """Return who works or starts for too long, and for how many seconds."""
         limits = {"works": self.work_timeout_s, "starts": self.ready_timeout_s}
-        ages = {who: (moment.kind, self._time - since) for who, (moment, since) in self._since.items()}
-        return {who: age for who, (kind, age) in ages.items() if kind in limits and age > limits[kind]}
+        found: dict[Who, float] = {}
+        for (who, _), (moment, since) in self._since.items():
+            age = self._time - since
+            if moment.kind in limits and age > limits[moment.kind]:
+                found[who] = max(age, found.get(who, 0.0))
+        return found
 
     def stalled(self) -> dict[Who, str]:
         """Return what everyone waits for if all have for too long, else nothing."""
         began = max([self._moved[1], *(since for _, since in self._since.values())])
         if self._time - began <= self.work_timeout_s or any(m.kind != "waits" for m, _ in self._since.values()):
             return {}
-        return {who: moment.what for who, (moment, _) in self._since.items()}
+        return {who: moment.what for (who, _), (moment, _) in self._since.items()}
 
 
 def write_stacks(path: Path, *, also_stderr: bool = False) -> None:

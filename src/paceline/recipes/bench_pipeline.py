@@ -26,7 +26,7 @@ from paceline.checkpoint.saver import Saver
 from paceline.config import RunSettings
 from paceline.observe.console import Console
 from paceline.pipeline.listeners import Listeners
-from paceline.pipeline.slots import slot_count
+from paceline.pipeline.slots import slot_count, written_at_once
 from paceline.pipeline.stand_ins import rate_alone, rate_of_stand_ins
 from paceline.pipeline.supervisor import RoleState
 from paceline.pipeline.threads import train_in_threads
@@ -68,7 +68,7 @@ def slots_of(settings: RunSettings, batch: FeatureBatch) -> int:
     features, pipeline = batch.features_TD, settings.pipeline
     size = settings.train.context_slots * features.shape[1] * features.itemsize
     credit, ranks = int(pipeline.credit_gib * 2**30), len(pipeline.drafters)
-    return slot_count(credit, size, replicas=len(pipeline.targets), ranks=ranks)
+    return slot_count(credit, size, replicas=written_at_once(settings), ranks=ranks)
 
 
 def _whole_run(

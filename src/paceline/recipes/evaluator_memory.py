@@ -51,9 +51,11 @@ def beside(settings: RunSettings, facts: TargetFacts) -> dict[str, int]:
     rank = 0
     if not sizes_for_tiles(settings.drafter, settings.train):
         rank = _step_memory(settings, facts).total + slots_bytes(settings, facts.hidden_size)
-    trunk = replica_memory(settings, facts).weights
+    trunk = [part.weights for part in replica_memory(settings, facts)]
     return {f"drafter rank {at}": rank for at, name in enumerate(pipeline.drafters) if name == device} | {
-        f"target replica {at}": trunk for at, name in enumerate(pipeline.targets) if name == device
+        f"target replica {at}": sum(size for size, name in zip(trunk, own, strict=True) if name == device)
+        for at, own in enumerate(settings.replicas)
+        if device in own
     }
 
 

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.predict import Costs, Load, Prediction, costs, predict, step_flops, target_flops
+from paceline.bench.predict import Costs, Load, Prediction, costs, predict, slowest_share, step_flops, target_flops
 from paceline.config import RunSettings
 from paceline.data.mixture import Coverage
 from paceline.data.plan import BucketTable
@@ -13,6 +13,8 @@ from paceline.recipes.plan_memory import target_folder
 from paceline.records import UserError
 from paceline.runtime.profile import MachineProfile, Rates, load_profile, profile_path, this_machine
 from paceline.target.load import TargetFacts, describe
+from paceline.target.stages import split_layers
+from paceline.target.weights import layer_entries
 from paceline.train.memory import step_memory
 
 
@@ -35,8 +37,24 @@ def best_split(asked: Asked, run: RunSettings, buckets: BucketTable, share: Cove
     profile, rates = _rates(asked.profile)
     facts = _facts(run)
     load = _load(run, facts, buckets, share)
-    best = _best(predict(asked.gpus, load, _costs(run, asked, facts, load, rates, _slowest_peer(profile))))
+    best = _best(_predict(run, asked.gpus, load, _costs(run, asked, facts, load, rates, _slowest_peer(profile))))
     return best, _words(best)
+
+
+def _predict(run: RunSettings, gpus: int, load: Load, cost: Costs) -> list[Prediction]:
+    """Return the splits there are.
+
+    Raises:
+        UserError: a replica and a drafter rank need more GPUs.
+    """
+    each = run.target.devices_per_replica
+    found = predict(gpus, load, cost, devices_per_replica=each)
+    if not found:
+        raise UserError(
+            f"A target replica on {each} GPUs (target.devices_per_replica) and a drafter rank need {each + 1}, got "
+            f"{gpus}. Plan for more, or lower it."
+        )
+    return found
 
 
 def plan_gpus(
@@ -51,7 +69,7 @@ def plan_gpus(
     facts = _facts(run)
     load, peer = _load(run, facts, buckets, share), _slowest_peer(profile)
     cost = _costs(run, asked, facts, load, rates, peer)
-    found = predict(asked.gpus, load, cost)
+    found = _predict(run, asked.gpus, load, cost)
     best = _best(found)
     console.line(f"  {asked.gpus} GPUs, predicted from {_source(asked, profile)}:")
     console.table(
@@ -128,6 +146,9 @@ def _costs(
     C, A = run.train.context_slots, run.train.anchor_slots
     step = step_flops(run.drafter, facts, context_slots=C, anchor_slots=A, seen=load.tokens / 2)
     forward = target_flops(facts, max(run.drafter.taps), load.tokens)
+    if (each := run.target.devices_per_replica) > 1:
+        embedding, layers = layer_entries(facts.folder, max(run.drafter.taps))
+        forward *= slowest_share(split_layers(layers, embedding, each))
     cost = costs(load, rates, target_flops=forward, step_flops=step, peer_gb_s=peer_gb_s)
     if asked.target_rate:
         cost = replace(cost, target=load.tokens / asked.target_rate)
@@ -141,7 +162,9 @@ def _source(asked: Asked, profile: MachineProfile) -> str:
 
 
 def _row(one: Prediction) -> tuple[str, ...]:
-    counts = ("all", "all") if one.colocated else (str(one.targets), str(one.drafters))
+    each = one.devices_per_replica
+    targets = f"{one.targets} of {each}" if each > 1 else str(one.targets)
+    counts = ("all", "all") if one.colocated else (targets, str(one.drafters))
     rates = (f"{rate:,.1f}" for rate in (one.target_side, one.drafter_side, one.samples_per_s))
     return (*counts, *rates, one.limit)
 
@@ -149,4 +172,8 @@ def _row(one: Prediction) -> tuple[str, ...]:
 def _words(one: Prediction) -> str:
     if one.colocated:
         return "a target and a drafter on each GPU" if one.targets > 1 else "target and drafter on the one GPU"
-    return f"{one.targets} for targets, {one.drafters} for drafters"
+    each = one.devices_per_replica
+    replicas = (
+        f"{one.targets * each} for targets, {each} for each replica" if each > 1 else f"{one.targets} for targets"
+    )
+    return f"{replicas}, {one.drafters} for drafters"

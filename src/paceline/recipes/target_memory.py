@@ -1,6 +1,7 @@
 """What a target replica of a run needs on its device, for `paceline plan` and for who shares the device."""
 
 from collections import Counter
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -10,48 +11,78 @@ from paceline.records import UserError
 from paceline.target.layers import PLAIN_TYPES
 from paceline.target.load import TargetFacts, describe, load_config
 from paceline.target.memory import TargetMemory, TrunkShape, target_memory
-from paceline.target.weights import weight_entries
+from paceline.target.replica import under_way
+from paceline.target.stages import split_layers
+from paceline.target.weights import layer_entries, weight_entries
 
 
-def replica_memory(settings: RunSettings, facts: TargetFacts) -> TargetMemory:
-    """Return the estimate for the largest micro-batch there may be, on the fast path."""
-    deepest = max(settings.drafter.taps)
-    shape = TrunkShape(
-        weight_entries(facts.folder, deepest=deepest),
-        deepest + 1,
-        facts.hidden_size,
-        facts.intermediate_size,
-        facts.heads,
-        facts.kv_heads,
-        facts.head_dim,
-    )
-    return target_memory(
-        shape,
-        tokens=settings.train.context_slots,
-        taps=len(settings.drafter.taps),
-        itemsize=2 if settings.target.dtype == "bfloat16" else 4,
-        fp8=settings.target.fp8 == "on",
-    )
+def replica_memory(settings: RunSettings, facts: TargetFacts) -> list[TargetMemory]:
+    """Return the estimate of each device of a replica for the largest micro-batch there may be, on the fast path.
+
+    Raises:
+        UserError: there are fewer layers than devices.
+    """
+    deepest, devices = max(settings.drafter.taps), settings.target.devices_per_replica
+    parts = [(weight_entries(facts.folder, deepest=deepest), deepest + 1)]
+    if devices > 1:
+        embedding, layers = layer_entries(facts.folder, deepest)
+        counts = split_layers(layers, embedding, devices)
+        ends = [*accumulate(counts)]
+        parts = [(sum(layers[end - count : end]), count) for end, count in zip(ends, counts, strict=True)]
+        parts[0] = parts[0][0] + embedding, parts[0][1]
+    return [
+        target_memory(
+            TrunkShape(
+                entries,
+                layers,
+                facts.hidden_size,
+                facts.intermediate_size,
+                facts.heads,
+                facts.kv_heads,
+                facts.head_dim,
+            ),
+            tokens=settings.train.context_slots,
+            taps=len(settings.drafter.taps),
+            itemsize=2 if settings.target.dtype == "bfloat16" else 4,
+            fp8=settings.target.fp8 == "on",
+            made=_made(stage, devices),
+        )
+        for stage, (entries, layers) in enumerate(parts)
+    ]
+
+
+def _made(stage: int, devices: int) -> int:
+    """Return of how many micro-batches a device has the features at once."""
+    return under_way(devices) if stage == devices - 1 else 0
 
 
 def plan_target(settings: RunSettings, folder: Path | None, console: Console) -> dict[str, Any] | None:
-    """Print what a target replica needs on a GPU and return it in bytes, with the replicas on each device; None where
-    it is not estimated, and a line says why. `folder` is where the target lies, if it does here."""
+    """Print what a target replica needs on a GPU, or on each of its GPUs, and return it in bytes, with the replicas on
+    each device; None where it is not estimated, and a line says why. `folder` is where the target lies, if it is here.
+
+    Raises:
+        UserError: there are fewer layers than devices.
+    """
     try:
         if folder is None:
             raise UserError("target.model is not on this machine.")
-        memory = replica_memory(settings, describe(str(folder)))
-        kind = load_config(folder).model_type
+        facts, kind = describe(str(folder)), load_config(folder).model_type
     except UserError as error:
         console.line(f"  memory of a target replica not estimated: {error}")
         return None
+    parts, split = [part.as_dict() for part in replica_memory(settings, facts)], settings.target.devices_per_replica > 1
     on_fast = settings.target.fast == "auto" and kind in PLAIN_TYPES
     console.line(
-        f"  memory of a target replica on a GPU{' at its peak, on the fast path' if on_fast else ', at least'}:"
+        f"  memory of a target replica on {f'each of its {len(parts)} GPUs' if split else 'a GPU'}"
+        f"{' at its peak, on the fast path' if on_fast else ', at least'}:"
     )
-    console.table("", ("part", "GiB"), [(name, f"{size / 2**30:.2f}") for name, size in memory.as_dict().items()])
+    heads = [f"GiB, device {at}" for at in range(1, len(parts) + 1)] if split else ["GiB"]
+    rows = [(name, *(f"{part[name] / 2**30:.2f}" for part in parts)) for name in parts[0]]
+    console.table("", ("part", *heads), rows)
     if settings.target.fast == "off":
         console.line("  target.fast off needs more, which is not estimated")
     elif not on_fast:
         console.line(f"  {kind} is not known to the fast path: it needs more, which is not estimated")
-    return {**memory.as_dict(), "replicas": dict(Counter(settings.pipeline.targets))}
+    whole = {name: sum(part[name] for part in parts) for name in parts[0]}
+    more = {"devices": parts} if split else {}
+    return {**whole, **more, "replicas": dict(Counter(settings.pipeline.targets))}

@@ -52,7 +52,7 @@ def train(
     """
     # 1. Everything that can be refused before a model is loaded.
     run, resume = Path(settings.run_dir), resume or resume_previous
-    stages = Stages(console, roles=len(settings.devices))
+    stages = Stages(console, roles=settings.roles)
     check_run_folder(run, settings.data.folders, resume=resume, held_out=settings.evaluate.held_out)
     check_notice(settings.checkpoint)
     check_attending(settings.observe)

@@ -21,6 +21,7 @@ from paceline.runtime.profile import load_profile, profile_path, this_machine
 from paceline.target.load import TargetFacts, load_tokenizer
 from paceline.target.model import check_taps
 from paceline.target.replica import pace_of
+from paceline.target.stages import split_layers
 
 LONG_SCAN = 10**8  # tokens: reading them takes so long that a person is told
 
@@ -71,6 +72,8 @@ def check_inputs(
     if settings.evaluate.device is not None:
         check_device(settings.evaluate.device, "evaluate.device")
     check_taps(settings.drafter.taps, facts)
+    if (each := settings.target.devices_per_replica) > 1:
+        split_layers([1] * (max(settings.drafter.taps) + 1), 0, each)  # refuses more devices than layers
     check_data(facts.conventions, settings.data, facts.name)
     if settings.drafter.rope_theta != facts.rope_theta:
         raise UserError(

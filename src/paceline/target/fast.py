@@ -12,6 +12,7 @@ Shapes: T real tokens, P tokens with padding, H width, E head width, D = m * H.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -22,7 +23,8 @@ from paceline.blocks import context_positions
 from paceline.records import TokenBatch
 from paceline.runtime.compiling import OneShape, own_copy
 from paceline.target.layers import enter, leave, plain_layers, quantize_layers
-from paceline.target.varlen import Ends, kernel_for, samples_apart
+from paceline.target.stages import Sent, Stages, sent
+from paceline.target.varlen import KERNELS, Ends, kernel_for, samples_apart
 
 _TILE = 128  # tokens: what products are computed in, so that padding to it costs no more than their own
 
@@ -30,22 +32,26 @@ _TILE = 128  # tokens: what products are computed in, so that padding to it cost
 class FastTrunk:
     """A plain decoder up to its deepest tap, over real tokens only."""
 
-    def __init__(self, trunk: Any, taps: Sequence[int]) -> None:
-        """Take over the weights of a decoder that `why_not_plain` has nothing against; see plain_layers."""
-        self._trunk, self._taps = trunk, tuple(taps)
+    def __init__(self, trunk: Any, taps: Sequence[int], stages: Stages | None = None) -> None:
+        """Take over the weights of a decoder that `why_not_plain` has nothing against; see plain_layers. Its layers are
+        on one device or on those of `stages`."""
+        self._trunk, self._taps, self._stages = trunk, tuple(taps), stages
         self._layers = plain_layers(trunk)
         weight = trunk.embed_tokens.weight
         self._device, self._dtype, self._width = weight.device, weight.dtype, weight.shape[1]
-        windows = any(self._layers.windows)
-        self.kernel = kernel_for(weight.device, weight.dtype, self._layers.shape.head_dim, windows=windows)
+        windows, head_dim = any(self._layers.windows), self._layers.shape.head_dim
+        devices = stages.devices if stages else (weight.device,)
+        self._last = devices[-1]
+        kernels = {kernel_for(device, weight.dtype, head_dim, windows=windows) for device in devices}
+        self.kernel = min(kernels, key=KERNELS.index)  # that all devices have
         self._is_compiled = False
-        self._enter: Callable[..., Any] = enter
-        self._leave: Callable[..., Any] = leave
+        self._enter: list[Callable[..., Any]] = [enter] * len(devices)  # of each stage
+        self._leave: list[Callable[..., Any]] = [leave] * len(devices)
 
     @property
     def recompiles(self) -> int:
         """Calls that torch would have compiled again after warm-up."""
-        return sum(part.recompiles for part in (self._enter, self._leave) if isinstance(part, OneShape))
+        return sum(part.recompiles for part in (*self._enter, *self._leave) if isinstance(part, OneShape))
 
     def quantize(self) -> None:
         """Put the products in fp8; the decoder's own modules work no more."""
@@ -57,8 +63,10 @@ class FastTrunk:
         The next `features` compiles, which must happen alone (see Gate).
         """
         self._is_compiled = True
-        self._enter = OneShape(own_copy(enter, who), instead=enter, alarm=alarm)
-        self._leave = OneShape(own_copy(leave, who), instead=leave, alarm=alarm)
+        for stage in range(len(self._enter)):  # each of which has one thread at a time
+            name = f"{who}, stage {stage}" if self._stages else who
+            self._enter[stage] = OneShape(own_copy(enter, name), instead=enter, alarm=alarm)
+            self._leave[stage] = OneShape(own_copy(leave, name), instead=leave, alarm=alarm)
 
     @torch.no_grad()
     def features(self, tokens: TokenBatch, room_TD: Float[Tensor, "T D"] | None = None) -> Float[Tensor, "T D"]:
@@ -67,21 +75,38 @@ class FastTrunk:
         Whatever the micro-batch's layout, only real tokens are computed.
         """
         # Not in inference mode: torch.compile does not take the tensors that are made there.
-        layers, used = self._layers, tokens.num_tokens
+        with self._stages.through() if self._stages else nullcontext():
+            return self._computed(tokens, room_TD)
+
+    def _computed(self, tokens: TokenBatch, room_TD: Tensor | None) -> Tensor:
+        layers, used, stage = self._layers, tokens.num_tokens, 0
         ids_P, positions_P, ends = self._laid_out(tokens)
         x_PH = self._trunk.embed_tokens(ids_P)
         cos_PE, sin_PE = (part[0] for part in self._trunk.rotary_emb(x_PH[None], position_ids=positions_P[None]))
-        features_TD = x_PH.new_empty(used, len(self._taps) * self._width) if room_TD is None else room_TD
+        features_TD = room_TD
+        if features_TD is None:
+            features_TD = x_PH.new_empty(used, len(self._taps) * self._width, device=self._last)
+        taken: list[Sent] = []
+        filled = 0  # columns
         for index, (weights, window) in enumerate(zip(layers.weights, layers.windows, strict=True)):
-            q, k, v = self._enter(
+            if self._stages:
+                stage = self._stages.stage_of(index)
+                x_PH, cos_PE, sin_PE, edges = self._stages.carry(stage, x_PH, cos_PE, sin_PE, ends.edges)
+                ends = Ends(ends.lengths, edges)
+            q, k, v = self._enter[stage](
                 self._counted(x_PH), weights, self._counted(cos_PE), self._counted(sin_PE), layers.shape
             )
             read = samples_apart(q, k, v, ends, window=window, scale=layers.shape.scale, kernel=self.kernel)
             del q, k, v  # before the MLP, which needs the room
-            x_PH = cast(Tensor, self._leave(self._counted(x_PH), self._counted(read.flatten(1)), weights, layers.shape))
+            x_PH = cast(
+                Tensor,
+                self._leave[stage](self._counted(x_PH), self._counted(read.flatten(1)), weights, layers.shape),
+            )
             if index in self._taps:
-                at = self._taps.index(index) * self._width
-                features_TD[:, at : at + self._width].copy_(x_PH[:used])
+                taken.append(sent(x_PH[:used], self._last))
+                while taken and stage == len(self._enter) - 1:  # from now on what was sent before is waited for
+                    features_TD[:, filled : filled + self._width].copy_(taken.pop(0).arrived())
+                    filled += self._width
         return features_TD
 
     def _laid_out(self, tokens: TokenBatch) -> tuple[Tensor, Tensor, Ends]:

@@ -7,8 +7,8 @@ local cache or can be fetched. Loading for training keeps the layers up to the d
 import hashlib
 import json
 import os
-from collections.abc import Callable, Container, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Container
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from torch import nn
 from paceline.drafter.ends import FrozenEnds
 from paceline.records import UserError
 from paceline.target.conventions import BUILDING, Conventions, find_conventions
+from paceline.target.reading import DeviceOf, bars_told_to, put_by_name, quiet
 from paceline.target.weights import (
     FROM,
     PLACES,
@@ -204,10 +205,11 @@ def load_trunk(
     deepest_tap: int,
     *,
     dtype: torch.dtype,
-    device: str,
+    device: str | DeviceOf,
     on_loaded: Callable[[float], None] = lambda share: None,
 ) -> Any:
-    """Return the frozen decoder up to and including its deepest tapped layer; no head, no final norm.
+    """Return the frozen decoder up to and including its deepest tapped layer; no head, no final norm. It is on one
+    device, or each weight on that of its name if it could be put there (see put_by_name).
 
     `on_loaded` learns which share of the tensors is there, more often than anybody wants to know.
     """
@@ -232,19 +234,21 @@ def _load(
     kind: Any,
     facts: TargetFacts,
     dtype: torch.dtype,
-    device: str,
+    device: str | DeviceOf,
     on_loaded: Callable[[float], None] = lambda share: None,
 ) -> Any:
-    _quiet()
-    with BUILDING:
+    quiet()
+    with BUILDING, put_by_name(device) if callable(device) else nullcontext():
         # No attention is named: transformers takes sdpa, or eager where an architecture's attention is more than that.
         if is_quantized(facts.folder):
             model, told = load_plain(kind, facts.folder, facts.name, dtype, on_loaded)
         else:
-            with _bars_told_to(on_loaded):
+            with bars_told_to(on_loaded):
                 model, told = kind.from_pretrained(facts.folder, dtype=dtype, use_safetensors=True, **TOLD, **FROM)
         _check_whole(told, facts)
-        model.eval().requires_grad_(False).to(device)
+        model.eval().requires_grad_(False)
+        if not callable(device):
+            model.to(device)
     if not isinstance(getattr(decoder_of(model), "layers", None), nn.ModuleList):
         raise UserError(f"Target {facts.name} ({type(model).__name__}) has no list of decoder layers to tap.")
     return model
@@ -263,36 +267,6 @@ def decoder_of(model: Any) -> Any:
     """Return the text decoder of a transformers model, which may also hold a head or a vision tower."""
     body = getattr(model, model.base_model_prefix, model)
     return body if hasattr(body, "layers") else model.get_decoder()
-
-
-def _quiet() -> None:
-    """Turn off transformers' bars and its note that a trunk leaves the head unread: roles report loading by name."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-
-
-@contextmanager
-def _bars_told_to(on_loaded: Callable[[float], None]) -> Iterator[None]:
-    """Let a function learn what transformers would show as a bar; under BUILDING: all threads share the hook."""
-    from transformers.utils import logging
-
-    def told(factory: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
-        bar = factory(*args, **given)
-        return _counted(bar, len(args[0]), on_loaded) if given.get("desc") == "Loading weights" else bar
-
-    before = logging.set_tqdm_hook(told)
-    try:
-        yield
-    finally:
-        logging.set_tqdm_hook(before)
-
-
-def _counted(items: Iterable[Any], total: int, on_loaded: Callable[[float], None]) -> Iterator[Any]:
-    for done, item in enumerate(items):
-        on_loaded(done / total)
-        yield item
 
 
 def load_ends(facts: TargetFacts) -> FrozenEnds:

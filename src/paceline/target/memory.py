@@ -1,6 +1,8 @@
 """What a target replica on the fast path occupies on its device at its peak, computed from shapes alone.
 
-Weights are counted to the byte, but for biases and for what quantizing holds for a moment. Of what comes and goes the
+Weights are counted to the byte, but for biases and for what quantizing holds for a moment. Of a replica on several
+devices each has its layers' weights, the first one the embedding, and the last one the features of all micro-batches
+that are under way. Of what comes and goes the
 MLP's part of a layer is the largest: its input, what attention read, both residual sums, the norm's output, gate and up
 side by side and their product. The plain path needs more: what it computes for padding, and every tap twice.
 
@@ -44,8 +46,11 @@ class TargetMemory:
         return {**asdict(self), "total": self.total}
 
 
-def target_memory(shape: TrunkShape, *, tokens: int, taps: int, itemsize: int, fp8: bool) -> TargetMemory:
-    """Return the estimate for micro-batches of up to `tokens` real tokens; numbers of `itemsize` bytes."""
+def target_memory(
+    shape: TrunkShape, *, tokens: int, taps: int, itemsize: int, fp8: bool, made: int = 1
+) -> TargetMemory:
+    """Return the estimate for micro-batches of up to `tokens` real tokens; numbers of `itemsize` bytes. `shape` is of
+    the layers on the device, on which the features of `made` micro-batches are at once."""
     H, F, wide = shape.hidden_size, shape.intermediate_size, shape.heads * shape.head_dim
     outputs = wide + 2 * shape.kv_heads * shape.head_dim
     weights = shape.entries * itemsize
@@ -55,7 +60,7 @@ def target_memory(shape: TrunkShape, *, tokens: int, taps: int, itemsize: int, f
         weights += products * (1 - itemsize) + 4 * scales
     return TargetMemory(
         weights=weights,
-        features=tokens * taps * H * itemsize,
+        features=made * tokens * taps * H * itemsize,
         working=tokens * itemsize * (3 * H + wide + 3 * F),
         workspace=_WORKSPACE,
     )

@@ -6,7 +6,9 @@ A tap is the output of a decoder layer, before the next layer and before the fin
 Shapes: R rows, S padded length, T real tokens (training) or tokens of a row (decoding), D = m * H, V vocabulary.
 """
 
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from paceline.target.fast import FastTrunk
 from paceline.target.layers import why_not_plain
 from paceline.target.load import TargetFacts, decoder_of, load_causal, load_config, load_trunk
 from paceline.target.self_check import Wanted, check_decoding, plain_logits
+from paceline.target.stages import Sent, Stages, load_stages, sent
 from paceline.target.varlen import Kernel
 
 
@@ -42,19 +45,26 @@ def check_taps(taps: Sequence[int], facts: TargetFacts) -> None:
 
 
 class Taps:
-    """Forward hooks that keep the tapped layers' outputs of the running forward."""
+    """Forward hooks that keep the tapped layers' outputs of the forward that runs in a thread."""
 
-    def __init__(self, layers: nn.ModuleList, taps: Sequence[int]) -> None:
-        self._outputs: list[Tensor] = []
+    def __init__(self, layers: nn.ModuleList, taps: Sequence[int], device: torch.device | None = None) -> None:
+        """They are kept where they are, or on a device."""
+        self._own, self._device = threading.local(), device
         for tap in taps:
             layers[tap].register_forward_hook(self._keep)
 
     def _keep(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        self._outputs.append(output[0] if isinstance(output, tuple) else output)
+        hidden = output[0] if isinstance(output, tuple) else output
+        self._outputs.append(sent(hidden, self._device or hidden.device))
+
+    @property
+    def _outputs(self) -> list[Sent]:
+        kept: list[Sent] = vars(self._own).setdefault("outputs", [])
+        return kept
 
     def take(self) -> Float[Tensor, "R S D"]:
         """Return the features of the forward that just ran and forget them."""
-        features = torch.cat(self._outputs, dim=-1)
+        features = torch.cat([output.arrived() for output in self._outputs], dim=-1)
         self._outputs.clear()
         return features
 
@@ -76,12 +86,18 @@ class FeatureTarget:
         *,
         dtype: torch.dtype,
         device: str,
+        before: Sequence[str] = (),
         on_loaded: Callable[[float], None] = lambda share: None,
     ) -> None:
-        """Load it; see load_trunk."""
+        """Load it; see load_trunk. Features are made on `device`; where there are others `before`, layers lie on those
+        first."""
         check_taps(taps, facts)
-        trunk = load_trunk(facts, max(taps), dtype=dtype, device=device, on_loaded=on_loaded)
-        self._hold(trunk, taps, facts.vocab_size)
+        if before:
+            trunk, stages = load_stages(facts, max(taps), dtype=dtype, devices=(*before, device), on_loaded=on_loaded)
+            self._hold(trunk, taps, facts.vocab_size, stages)
+        else:
+            trunk = load_trunk(facts, max(taps), dtype=dtype, device=device, on_loaded=on_loaded)
+            self._hold(trunk, taps, facts.vocab_size)
 
     @classmethod
     def around(cls, trunk: Any, taps: Sequence[int]) -> "FeatureTarget":
@@ -90,11 +106,12 @@ class FeatureTarget:
         target._hold(trunk, taps, trunk.config.vocab_size)
         return target
 
-    def _hold(self, trunk: Any, taps: Sequence[int], vocab_size: int) -> None:
+    def _hold(self, trunk: Any, taps: Sequence[int], vocab_size: int, stages: Stages | None = None) -> None:
         self.device, self.vocab_size = trunk.device, vocab_size
         self._which = tuple(taps)
-        self._trunk = trunk
-        self._taps = Taps(trunk.layers, taps)
+        self._trunk, self._stages = trunk, stages
+        self._last = stages.devices[-1] if stages else trunk.device
+        self._taps = Taps(trunk.layers, taps, self._last if stages else None)
         self._fast: FastTrunk | None = None
 
     @property
@@ -121,7 +138,7 @@ class FeatureTarget:
             return reason
         try:
             self._wanted = Wanted(self.read, self.vocab_size)
-            fast = FastTrunk(self._trunk, self._which)
+            fast = FastTrunk(self._trunk, self._which, self._stages)
             reason = self._wanted.why_not(fast.features, fp8=False)
             if fp8 and not reason:
                 fast.quantize()
@@ -161,18 +178,23 @@ class FeatureTarget:
         transformers makes an attention mask of diagonal blocks. Padding is a sample a token.
         """
         ids_RS = _to(tokens.input_ids, self.device)
-        places_T = _to(tokens.places_T, self.device)
+        places_T = _to(tokens.places_T, self._last)
         positions_RS, mask = None, None
         if tokens.packed:
             positions_RS = torch.zeros_like(ids_RS)
             positions_RS[0, : tokens.num_tokens] = context_positions(tokens.lengths).to(self.device)
             mask = self._samples_apart(positions_RS)
-        try:
-            self._trunk(ids_RS, attention_mask=mask, position_ids=positions_RS, use_cache=False)
-        except BaseException:
-            self._taps.forget()
-            raise
-        return self._taps.take().flatten(0, 1)[places_T]
+        with self._stages.through() if self._stages else nullcontext():
+            try:
+                self._trunk(ids_RS, attention_mask=mask, position_ids=positions_RS, use_cache=False)
+            except BaseException:
+                self._taps.forget()
+                raise
+            return self._taps.take().flatten(0, 1)[places_T]
+
+    def where(self, thread: threading.Thread) -> str:
+        """Return which layers a thread computes now, or failed at, and on which device; "" where all are on one."""
+        return self._stages.where(thread) if self._stages else ""
 
     def _samples_apart(self, positions_1S: Int[Tensor, "1 S"]) -> Any:
         """Return a mask that keeps the samples of a row apart, None where transformers makes it of the positions.
@@ -190,8 +212,10 @@ class FeatureTarget:
     @torch.inference_mode()
     def captured_and_listed(self, ids: Sequence[int]) -> tuple[Float[Tensor, "T D"], Tensor]:
         """Return a sample's features, and the hidden states that transformers lists for the tapped layers."""
-        out = self._trunk(torch.tensor([list(ids)], device=self.device), use_cache=False, output_hidden_states=True)
-        return self._taps.take()[0], torch.cat([out.hidden_states[tap + 1][0] for tap in self._which], dim=-1)
+        with self._stages.through() if self._stages else nullcontext():
+            out = self._trunk(torch.tensor([list(ids)], device=self.device), use_cache=False, output_hidden_states=True)
+            listed = [out.hidden_states[tap + 1][0].to(self._last) for tap in self._which]
+            return self._taps.take()[0], torch.cat(listed, dim=-1)
 
 
 def _to(tensor: Tensor, device: torch.device) -> Tensor:

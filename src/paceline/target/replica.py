@@ -1,7 +1,7 @@
 """A target replica's part in a run: take token batches, give feature batches."""
 
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,8 +14,10 @@ from paceline.config import TargetSettings
 from paceline.records import FeatureBatch, RunError, TokenBatch, UserError
 from paceline.runtime.compiling import Policy
 from paceline.runtime.gate import Gate
+from paceline.runtime.streams import wait_for
 from paceline.target.feature_cache import FeatureCache
 from paceline.target.halves import halves
+from paceline.target.lanes import Lanes
 from paceline.target.load import TargetFacts, fingerprint
 from paceline.target.model import FeatureTarget
 from paceline.target.products import check_fp8
@@ -56,8 +58,18 @@ def pace_of(target: TargetSettings, device: str, policy: Policy) -> Pace:
 _PLAIN = Pace()
 
 
+def under_way(devices: int) -> int:
+    """Return how many micro-batches a replica on so many devices has under way at once."""
+    return devices + 1 if devices > 1 else 1
+
+
 class TargetReplica:
-    """One copy of the target on one device. `doing` says what it works on, for a message if it fails."""
+    """One copy of the target on one device, or with its layers on several. `doing` says what it works on, for a message
+    if it fails.
+
+    On several devices it has as many micro-batches under way, and one more so that none of them waits while features
+    are handed over; `device` is the last one, where features are made.
+    """
 
     def __init__(
         self,
@@ -69,7 +81,7 @@ class TargetReplica:
         dtype: torch.dtype,
         wire: torch.dtype,
         largest: TokenBatch,
-        source: Iterator[TokenBatch],
+        source: Iterable[TokenBatch],
         cache: FeatureCache,
         deliver: Callable[[FeatureBatch], bool],
         gate: Gate,
@@ -80,14 +92,19 @@ class TargetReplica:
         on_path: Callable[["TargetReplica", str], None] = lambda replica, reason: None,
         alarm: Callable[[str], None] = lambda guard: None,
         made: Callable[[], FeatureTarget] | None = None,
+        before: Sequence[str] = (),
     ) -> None:
-        """`deliver` returns whether the features were still wanted; `room` returns where a micro-batch's may be
+        """`before` are the devices of the layers in front, which are not on `device` then; from `source` several
+        threads take in turn, each with an iterator of its own.
+
+        `deliver` returns whether the features were still wanted; `room` returns where a micro-batch's may be
         written at once, on this device, and is theirs until they are delivered; `on_split` is told of a micro-batch
         that is computed again for lack of memory, and in how many parts; `on_loaded` which share of the weights is
         there; `on_path` why the fast path that was asked for is not taken, nothing if it is; `alarm` what did not fit
         what was compiled. `made` gives a target that is there already, instead of loading one.
         """
-        self.name, self.device, self.doing = f"target replica {index}", device, ""
+        self.name, self.device, self._before, self._doing = f"target replica {index}", device, tuple(before), ""
+        self._lanes: Lanes | None = None
         self._facts, self._taps, self._dtype, self._wire = facts, taps, dtype, wire
         self._largest, self._source, self._cache = largest, source, cache
         self._deliver, self._gate, self._room = deliver, gate, room
@@ -104,8 +121,14 @@ class TargetReplica:
             self._revision, self._target = self._facts.revision, self._made()
         else:
             self._revision = fingerprint(self._facts.folder)  # of what is loaded now, not of what was looked at before
-            told = partial(self._on_loaded, self)
-            self._target = FeatureTarget(self._facts, self._taps, dtype=self._dtype, device=self.device, on_loaded=told)
+            self._target = FeatureTarget(
+                self._facts,
+                self._taps,
+                dtype=self._dtype,
+                device=self.device,
+                before=self._before,
+                on_loaded=partial(self._on_loaded, self),
+            )
         check_features(self._target, self._facts.name, packed=False)
         self._unpackable: UserError | None = None
         try:
@@ -114,6 +137,8 @@ class TargetReplica:
             self._unpackable = error
         if self.pace.fast:
             self._told_path(self._target.quicken(fp8=self.pace.fp8), certain=not self.pace.compiled)
+        for device in self._before:  # for the last one waits who called
+            wait_for(device)
 
     @property
     def attention(self) -> str | None:
@@ -121,7 +146,8 @@ class TargetReplica:
         return self._target.kernel
 
     def unload(self) -> None:
-        """Let go of the weights; the replica is of no use any more."""
+        """Let go of the weights; the replica is of no use any more. What it has under way must have been refused."""
+        self.join()
         vars(self).pop("_target", None)
 
     def warm(self) -> dict[str, object]:
@@ -135,7 +161,8 @@ class TargetReplica:
             if self.pace.compiled and self._target.is_fast:
                 reason = self._target.compile(self._largest, self._alarm, self.name)
                 self._told_path(reason, certain=True)
-            features_TD = self._whole(self._largest)
+            under_way = [self._whole(self._largest) for _ in range(self._width)]
+            features_TD = under_way[0]
         except torch.OutOfMemoryError as error:
             raise _too_large(self._largest, error) from error
         self.doing = ""
@@ -153,9 +180,53 @@ class TargetReplica:
         Raises:
             RunError: the device has too little memory for half a micro-batch; what to lower is said.
         """
-        self.doing = _IDLE
+        if not self._before:
+            return self._serve()
+        self._lanes = Lanes(self._width, self.name, self.device, self._gate, self._target.where)
+        self._lanes.run(self._serve)
+
+    @property
+    def doing(self) -> str:
+        """What it works on; of several micro-batches the one that failed, or that was begun first."""
+        if self._lanes is None or self._doing:
+            return self._doing
+        return self._lanes.doing or _IDLE
+
+    @doing.setter
+    def doing(self, text: str) -> None:
+        self._doing = text
+
+    @property
+    def stuck_at(self) -> int | None:
+        """The place in the stream of the micro-batch that it failed at or hangs at, where several are under way."""
+        return self._lanes.stuck_at if self._lanes is not None else None
+
+    def join(self) -> None:
+        """Wait a while for threads of its own, which have been told to leave."""
+        if self._lanes is not None:
+            self._lanes.join()
+
+    def give_up(self) -> None:
+        """Let nobody wait for what hangs here."""
+        if self._lanes is not None:
+            self._lanes.give_up()
+
+    @property
+    def _width(self) -> int:
+        """How many micro-batches are under way at once."""
+        return under_way(1 + len(self._before))
+
+    def _now(self, seq: int, text: str) -> None:
+        """Say what this thread does about a micro-batch."""
+        if self._lanes is None:
+            self.doing = text
+        else:
+            self._lanes.now(seq, text)
+
+    def _serve(self) -> None:
+        self._now(-1, _IDLE)
         for tokens in self._source:
-            self.doing = f"micro-batch {tokens.seq} (rows {', '.join(map(str, tokens.samples[:8]))})"
+            self._now(tokens.seq, f"micro-batch {tokens.seq} (rows {', '.join(map(str, tokens.samples[:8]))})")
             with self._gate.work():
                 features_TD = self._cache.get(tokens.samples)
                 fresh = features_TD is None
@@ -166,8 +237,9 @@ class TargetReplica:
             if wanted and kept_TD is not None:  # only now: nothing is kept of a replica that was given up
                 with self._gate.work():
                     self._cache.put(tokens.samples, kept_TD)
-            self.doing = _IDLE  # the next micro-batch is built while it is asked for, and may be what fails
-        self.doing = ""
+            del features_TD, kept_TD
+            self._now(-1, _IDLE)  # the next micro-batch is built while it is asked for, and may be what fails
+        self._now(-1, "")
 
     def _told_path(self, reason: str, *, certain: bool) -> None:
         """Tell which path is taken, once that is certain: after `reason` the plain one, without the fast one."""

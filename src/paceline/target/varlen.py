@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 Kernel = Literal["FlashAttention 3", "FlashAttention 2", "sample by sample"]
+# Who has one has those before it.
+KERNELS: tuple[Kernel, ...] = ("sample by sample", "FlashAttention 2", "FlashAttention 3")
 _WIDEST = 256  # head width that FlashAttention takes
 _FA3 = "fa3_fwd_interface"
 

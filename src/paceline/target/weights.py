@@ -7,8 +7,7 @@ was made from: those that a GGUF file holds itself say less (see smollm2.py).
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from paceline.target.quantized import (
     need,
     settings_of,
 )
+from paceline.target.reading import GGUF_READER, gguf_bar_told_to
 
 # Said each time: where it is not, transformers asks whoever sits at the terminal whether to run a target's own code.
 FROM: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
@@ -81,11 +81,8 @@ def check_weights(folder: Path, name: str) -> None:
         )
 
 
-_GGUF_READER = "transformers.modeling_gguf_pytorch_utils"
-
-
 def _transformers_reads(architecture: str) -> bool:
-    older = import_module(_GGUF_READER)
+    older = import_module(GGUF_READER)
     try:
         from transformers.integrations.gguf.utils import is_gguf_arch_supported
     except ImportError:  # up to transformers 5.23
@@ -212,7 +209,7 @@ def load_plain(
     with torch.device("meta"):
         built = kind.from_config(config, trust_remote_code=False)
     if file := gguf_file(folder):
-        with _bar_told_to(on_loaded):
+        with gguf_bar_told_to(on_loaded):
             model, told = kind.from_pretrained(folder, gguf_file=file.name, **_dequantized(), **asked, **FROM)
         # Some versions of transformers take a quantized weight of any shape.
         shapes = {name: weight.shape for name, weight in built.named_parameters()}
@@ -222,24 +219,6 @@ def load_plain(
         weights = PlainWeights(folder, name).all(dtype, on_loaded)
         model, told = type(built).from_pretrained(None, state_dict=weights, **asked)
     return model, told
-
-
-@contextmanager
-def _bar_told_to(on_loaded: Callable[[float], None]) -> Iterator[None]:
-    """Let a function learn what transformers' reader of GGUF files would show as a bar; under BUILDING."""
-    reader: Any = import_module(_GGUF_READER)
-
-    def told(items: Sequence[Any], **_: Any) -> Iterator[Any]:
-        for done, item in enumerate(items):
-            on_loaded(done / len(items))
-            yield item
-
-    before = reader.tqdm
-    reader.tqdm = told
-    try:
-        yield
-    finally:
-        reader.tqdm = before
 
 
 def plain_config(folder: Path) -> Any:
@@ -306,6 +285,33 @@ def weight_entries(folder: Path, *, deepest: int | None = None) -> int:
         if deepest is None
         or not ("lm_head." in name or ((layer := re.search(r"\blayers\.(\d+)\.", name)) and int(layer[1]) > deepest))
     )
+
+
+def layer_entries(folder: Path, deepest: int) -> tuple[int, list[int]]:
+    """Return how many weights the embedding of a target's decoder has, and each of its layers up to one; see
+    `weight_entries`."""
+    embedding, layers = 0, [0] * (deepest + 1)
+    for name, count in (_built(folder) if is_quantized(folder) else _headers(folder)).items():
+        layer = layer_of(name)
+        if layer is None:
+            embedding += count if is_embedding(name) else 0
+        elif layer <= deepest:
+            layers[layer] += count
+    return embedding, layers
+
+
+_LAYER = re.compile(rf"^(?:{'|'.join(map(re.escape, PLACES))})layers\.(\d+)\.")
+
+
+def layer_of(name: str) -> int | None:
+    """Return the layer of a target's decoder that a weight belongs to; None of one that belongs to none."""
+    found = _LAYER.match(name)
+    return int(found[1]) if found else None
+
+
+def is_embedding(name: str) -> bool:
+    """Return whether a weight is an embedding of a target's decoder."""
+    return any(name.startswith(place + "embed_tokens") for place in PLACES)
 
 
 def _headers(folder: Path) -> dict[str, int]:
