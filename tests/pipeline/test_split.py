@@ -12,6 +12,7 @@ from trained_run import of, run
 from paceline.config import RunSettings
 from paceline.observe.console import Console
 from paceline.observe.reading import read_events
+from paceline.pipeline.slots import Slots
 from paceline.recipes.train import train
 from paceline.records import Interrupted, RunError
 from paceline.target.replica import TargetReplica
@@ -89,7 +90,16 @@ def test_a_stage_that_fails_is_named_and_its_replica_built_anew(settings: Any, m
         before.append(lanes())
         whole(replica)
 
+    made: list[Slots] = []
+    make = Slots.make
+
+    def noted(slots: Slots, rank: int, like_CD: torch.Tensor) -> None:
+        make(slots, rank, like_CD)
+        made.append(slots)
+        assert len(slots._free[rank]) == 4, "one for each of three lanes, and one that is read"
+
     monkeypatch.setattr(TargetReplica, "load", load)
+    monkeypatch.setattr(Slots, "make", noted)
     Fault(monkeypatch, 3, fail)
     tree = split(settings, "broken", credit_gib=1e-6)
     assert losses(tree) == expected
@@ -99,6 +109,7 @@ def test_a_stage_that_fails_is_named_and_its_replica_built_anew(settings: Any, m
         assert re.fullmatch(rf"micro-batch {seq} \(rows [\d, ]+\), layers 2 to 4 on cpu", event["doing"])
         assert event["message"].endswith(f", layers 2 to 4 on cpu): RuntimeError: device lost at {seq}")
     assert before == [[], [], []], "no lane of the one before is left when weights are loaded anew"
+    assert made[0]._retired == [], "so their slots are used again"
     assert lanes() == []
 
 

@@ -113,6 +113,9 @@ def test_the_fast_path_gives_what_it_gives_on_one_device(tiny: TargetFacts, fp8:
         assert other.quicken(fp8=fp8) == ""
         for tokens in (batch(9, 27, 1, 4), batch(9, 27, packed=True)):
             assert torch.equal(other.features(tokens), one.features(tokens))
+            room_TD = torch.zeros_like(one.features(tokens))
+            assert other.features(tokens, room_TD) is room_TD
+            assert torch.equal(room_TD, one.features(tokens))
         assert other.kernel == one.kernel
 
 

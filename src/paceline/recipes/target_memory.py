@@ -73,7 +73,7 @@ def plan_target(settings: RunSettings, folder: Path | None, console: Console) ->
     parts, split = [part.as_dict() for part in replica_memory(settings, facts)], settings.target.devices_per_replica > 1
     on_fast = settings.target.fast == "auto" and kind in PLAIN_TYPES
     console.line(
-        f"  memory of a target replica on {f'each of its {len(parts)} GPUs' if split else 'a GPU'}"
+        f"  memory of a target replica on {'each of its GPUs' if split else 'a GPU'}"
         f"{' at its peak, on the fast path' if on_fast else ', at least'}:"
     )
     heads = [f"GiB, device {at}" for at in range(1, len(parts) + 1)] if split else ["GiB"]

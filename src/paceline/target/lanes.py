@@ -22,11 +22,18 @@ class Lanes:
     """The lanes of a replica, whose work goes to the streams of the thread that starts them."""
 
     def __init__(
-        self, count: int, name: str, device: str, gate: Gate, where: Callable[[threading.Thread], str]
+        self,
+        count: int,
+        name: str,
+        device: str,
+        gate: Gate,
+        stage: Callable[[threading.Thread], int],
+        where: Callable[[threading.Thread], str],
     ) -> None:
-        """`where` says which layers a thread works at, "" if at none; also of a thread that has failed there."""
+        """`stage` says which stage a thread is in, -1 if in none; `where` which layers it works at, "" if at none, also of
+        a thread that has failed there."""
         self._device = torch.device(device)
-        self._count, self._name, self._gate, self._where = count, name, gate, where
+        self._count, self._name, self._gate, self._stage, self._where = count, name, gate, stage, where
         self._pulses: dict[threading.Thread, Pulse] = {}
         self._under_way: dict[threading.Thread, tuple[int, str]] = {}  # the micro-batch of each, in order of beginning
         self._failed: tuple[int, str] | None = None  # what the first failure was at
@@ -72,7 +79,7 @@ class Lanes:
 
     @property
     def doing(self) -> str:
-        """What the lane does that has failed, else the one whose micro-batch was begun first; "" if none has any."""
+        """What the lane does that has failed, else the one that the others wait for; "" if none has a micro-batch."""
         return self._front()[1]
 
     @property
@@ -91,7 +98,8 @@ class Lanes:
             return self._failed
         begun = [thread for thread, (seq, _) in self._under_way.copy().items() if seq >= 0]
         working = [thread for thread in begun if self._pulses[thread].now.kind == "works"]  # and does not hand over
-        return self._told((working or begun)[0]) if begun else (-1, "")
+        # For who is in front in the stages others wait, also such as began before and came behind at the first stage.
+        return self._told(max(working or begun, key=self._stage)) if begun else (-1, "")
 
     def _told(self, thread: threading.Thread) -> tuple[int, str]:
         seq, doing = self._under_way.get(thread, (-1, ""))

@@ -192,6 +192,10 @@ class FeatureTarget:
                 raise
             return self._taps.take().flatten(0, 1)[places_T]
 
+    def stage(self, thread: threading.Thread) -> int:
+        """Return which of its devices a thread computes on now, counted from 0; -1: on none, or all is on one."""
+        return self._stages.at(thread) if self._stages else -1
+
     def where(self, thread: threading.Thread) -> str:
         """Return which layers a thread computes now, or failed at, and on which device; "" where all are on one."""
         return self._stages.where(thread) if self._stages else ""

@@ -182,12 +182,13 @@ class TargetReplica:
         """
         if not self._before:
             return self._serve()
-        self._lanes = Lanes(self._width, self.name, self.device, self._gate, self._target.where)
+        target = self._target
+        self._lanes = Lanes(self._width, self.name, self.device, self._gate, target.stage, target.where)
         self._lanes.run(self._serve)
 
     @property
     def doing(self) -> str:
-        """What it works on; of several micro-batches the one that failed, or that was begun first."""
+        """What it works on; of several micro-batches the one that failed, or that others wait for."""
         if self._lanes is None or self._doing:
             return self._doing
         return self._lanes.doing or _IDLE

@@ -132,6 +132,10 @@ class Stages:
         """Return the stage of a layer."""
         return next(stage for stage, layers in enumerate(self.ranges) if layer in layers)
 
+    def at(self, thread: threading.Thread) -> int:
+        """Return the stage that a thread is in; -1: in none."""
+        return self._at.get(thread, -1)
+
     def where(self, thread: threading.Thread) -> str:
         """Return which layers a thread works at or has failed at, and on which device; "" if at none."""
         stage = self._at.get(thread, self._failed.get(thread))
