@@ -327,7 +327,7 @@ class DrafterStep:
     def _visibility(self) -> Visibility:
         own = self.buffers
         if self._sparse:
-            dtype = self._working.fc.weight.dtype
+            dtype = self._working.fc.dtype
             return block_sparse(own.start_A, own.anchor_A, len(own.positions_C), self.drafter.settings, dtype)
         return self._dense()
 
