@@ -29,16 +29,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How a kernel is cut: rows and keys of a tile, warps, loads in flight, and whether scores are a tile ahead.
-
-    The last is forward's alone: exponentials then overlap with the next product, for one product more in all.
-    """
+    """How a kernel is cut: rows and keys of a tile, warps, and loads in flight."""
 
     rows: int
     keys: int
     warps: int
     stages: int
-    ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +48,7 @@ class Cut:
 
 CUTS = {
     64: Cut(Tiles(128, 64, 4, 3), Tiles(128, 64, 8, 2), Tiles(64, 128, 8, 2)),
-    128: Cut(Tiles(128, 64, 4, 2), Tiles(128, 64, 8, 2), Tiles(64, 128, 8, 2)),
+    128: Cut(Tiles(128, 64, 4, 2), Tiles(128, 64, 8, 3), Tiles(64, 128, 8, 3)),
 }
 
 

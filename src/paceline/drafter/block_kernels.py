@@ -51,8 +51,7 @@ def forward(
 ) -> None:
     """Fill in the output and each row's log2-sum-exp2."""
     strides = (*q.stride()[1:3], *k.stride()[1:3], *v.stride()[1:3], *out.stride()[1:3])
-    arguments = (q, k, v, out, lse, start, anchor, runs, *strides)
-    _launch(_forward, arguments, q, k, len(start), len(runs), tiles, AHEAD=tiles.ahead)
+    _launch(_forward, (q, k, v, out, lse, start, anchor, runs, *strides), q, k, len(start), len(runs), tiles)
 
 
 def backward_queries(given: Given, dq: Tensor, dk: Tensor, dv: Tensor, runs: Tensor, tiles: Tiles) -> None:
@@ -74,14 +73,7 @@ def backward_context(given: Given, dk: Tensor, dv: Tensor, runs: Tensor, tiles: 
 
 
 def _launch(
-    kernel: Any,
-    arguments: tuple[Any, ...],
-    q: Tensor,
-    k: Tensor,
-    block_count: int,
-    programs: int,
-    tiles: Tiles,
-    **constants: bool,
+    kernel: Any, arguments: tuple[Any, ...], q: Tensor, k: Tensor, block_count: int, programs: int, tiles: Tiles
 ) -> None:
     heads, queries, width = q.shape[1:]
     kv_heads = k.shape[1]
@@ -99,7 +91,6 @@ def _launch(
             WIDTH=width,
             ROWS=tiles.rows,
             KEYS=tiles.keys,
-            **constants,
             num_warps=tiles.warps,
             num_stages=tiles.stages,
         )
@@ -140,57 +131,12 @@ def _attend(
 
 @no_type_check
 @triton.jit
-def _attend_ahead(
-    acc_RE, peak_R, sum_R, p_RK, score_RK, q_RE, k, v, k_slot, v_slot, low_R, high_R,
-    count, first, left, inner_behind, before, then, scale2,
-    WIDTH: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Go on with `count` tiles of keys: those from `first`, and after `left` of them those from `inner_behind`.
-
-    Scores are a tile ahead and values a tile behind: the tensor cores are busy with the next scores while exponentials
-    are taken of these. So `before` is the tile whose values are still to be added, with weights p, and `then` the one
-    whose scores are left.
-    """
-    place_K = tl.arange(0, KEYS)
-    place_E = tl.arange(0, WIDTH)
-    for step in range(count):
-        tile = first + step
-        last_tile = tile - 1
-        next_tile = tile + 1
-        if MASKED:
-            tile = tl.where(step < left, tile, inner_behind + step - left)
-            last_tile = tl.where(step <= left, last_tile, inner_behind + step - left - 1)
-            next_tile = tl.where(step + 1 < left, next_tile, inner_behind + step + 1 - left)
-        last_tile = tl.where(step > 0, last_tile, before)
-        next_tile = tl.where(step + 1 < count, next_tile, then)
-        v_KE = tl.load(v + (last_tile * KEYS + place_K)[:, None] * v_slot + place_E[None, :])
-        k_KE = tl.load(k + (next_tile * KEYS + place_K)[:, None] * k_slot + place_E[None, :])
-        acc_RE = tl.dot(p_RK, v_KE, acc_RE)
-        next_score_RK = tl.dot(q_RE, tl.trans(k_KE))
-        if MASKED:
-            key_K = tile * KEYS + place_K
-            seen_RK = (key_K[None, :] >= low_R[:, None]) & (key_K[None, :] < high_R[:, None])
-            score_RK = tl.where(seen_RK, score_RK, float("-inf"))
-        # Every row has seen its own block, so its peak is finite.
-        new_peak_R = tl.maximum(peak_R, tl.max(score_RK, 1) * scale2)
-        exact_RK = tl.exp2(score_RK * scale2 - new_peak_R[:, None])
-        shrink_R = tl.exp2(peak_R - new_peak_R)
-        sum_R = sum_R * shrink_R + tl.sum(exact_RK, 1)
-        acc_RE = acc_RE * shrink_R[:, None]
-        p_RK = exact_RK.to(v_KE.dtype)
-        peak_R = new_peak_R
-        score_RK = next_score_RK
-    return acc_RE, peak_R, sum_R, p_RK, score_RK
-
-
-@no_type_check
-@triton.jit
 def _forward(
     q, k, v, out, lse, start, anchor, runs,
     q_head, q_slot, k_head, k_slot, v_head, v_slot, out_head, out_slot,
     context, queries, scale, scale2,
     KV_HEADS: tl.constexpr, SHARING: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, AHEAD: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0) % KV_HEADS
     run = runs + tl.program_id(0) // KV_HEADS * 5
@@ -221,35 +167,14 @@ def _forward(
     low_R = tl.load(start + query_R // SLOTS)
     high_R = tl.load(anchor + query_R // SLOTS)
     left = inner_first - first
-    right = behind - inner_behind
-    if AHEAD:
-        begin = tl.where(left > 0, first, tl.where(right > 0, inner_behind, inner_first))
-        masked_end = tl.where(right > 0, behind, inner_first) - 1
-        end = tl.where(inner_behind > inner_first, inner_behind - 1, masked_end)
-        tile_K = tl.arange(0, KEYS)
-        k_KE = tl.load(k + (begin * KEYS + tile_K)[:, None] * k_slot + place_E[None, :])
-        score_RK = tl.dot(q_RE, tl.trans(k_KE))
-        p_RK = tl.zeros([ROWS, KEYS], dtype=q_RE.dtype)
-        acc_RE, peak_R, sum_R, p_RK, score_RK = _attend_ahead(
-            acc_RE, peak_R, sum_R, p_RK, score_RK, q_RE, k, v, k_slot, v_slot, low_R, high_R,
-            left + right, first, left, inner_behind, begin, inner_first, scale2, WIDTH, KEYS, True,
-        )  # fmt: skip
-        acc_RE, peak_R, sum_R, p_RK, score_RK = _attend_ahead(
-            acc_RE, peak_R, sum_R, p_RK, score_RK, q_RE, k, v, k_slot, v_slot, low_R, high_R,
-            inner_behind - inner_first, inner_first, left, inner_behind,
-            tl.where(left + right > 0, masked_end, begin), inner_first, scale2, WIDTH, KEYS, False,
-        )  # fmt: skip
-        v_KE = tl.load(v + (tl.maximum(end, 0) * KEYS + tile_K)[:, None] * v_slot + place_E[None, :])
-        acc_RE = tl.dot(p_RK, v_KE, acc_RE)
-    else:
-        acc_RE, peak_R, sum_R = _attend(
-            acc_RE, peak_R, sum_R, q_RE, k, v, k_slot, v_slot, low_R, high_R,
-            left + right, first, left, inner_behind, scale2, WIDTH, KEYS, True,
-        )  # fmt: skip
-        acc_RE, peak_R, sum_R = _attend(
-            acc_RE, peak_R, sum_R, q_RE, k, v, k_slot, v_slot, low_R, high_R,
-            inner_behind - inner_first, inner_first, left, inner_behind, scale2, WIDTH, KEYS, False,
-        )  # fmt: skip
+    acc_RE, peak_R, sum_R = _attend(
+        acc_RE, peak_R, sum_R, q_RE, k, v, k_slot, v_slot, low_R, high_R,
+        left + behind - inner_behind, first, left, inner_behind, scale2, WIDTH, KEYS, True,
+    )  # fmt: skip
+    acc_RE, peak_R, sum_R = _attend(
+        acc_RE, peak_R, sum_R, q_RE, k, v, k_slot, v_slot, low_R, high_R,
+        inner_behind - inner_first, inner_first, left, inner_behind, scale2, WIDTH, KEYS, False,
+    )  # fmt: skip
 
     to_RE = out + (head_R * out_head + query_R * out_slot)[:, None] + place_E[None, :]
     tl.store(to_RE, (acc_RE / sum_R[:, None]).to(out.dtype.element_ty))
@@ -259,38 +184,25 @@ def _forward(
 @no_type_check
 @triton.jit
 def _gather_dq(
-    dq_RE, dp_RK, q_RE, grad_RE, lse_R, delta_R, k, v, k_slot, v_slot, low_R, high_R,
-    count, first, left, inner_behind, then, scale2,
+    dq_RE, q_RE, grad_RE, lse_R, delta_R, k, v, k_slot, v_slot, low_R, high_R, count, first, left, inner_behind, scale2,
     WIDTH: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Go on with `count` tiles of keys, and leave grad * v of tile `then`.
-
-    That product is a tile ahead: the tensor cores are busy with it while exponentials are taken of the scores.
-    """
     place_K = tl.arange(0, KEYS)
     place_E = tl.arange(0, WIDTH)
     for step in range(count):
         tile = first + step
         if MASKED:
             tile = tl.where(step < left, tile, inner_behind + step - left)
-        ahead = step + 1
-        next_tile = first + ahead
-        if MASKED:
-            next_tile = tl.where(ahead < left, next_tile, inner_behind + ahead - left)
-        next_tile = tl.where(ahead < count, next_tile, then)
         key_K = tile * KEYS + place_K
         k_KE = tl.load(k + key_K[:, None] * k_slot + place_E[None, :])
-        v_KE = tl.load(v + (next_tile * KEYS + place_K)[:, None] * v_slot + place_E[None, :])
-        score_RK = tl.dot(q_RE, tl.trans(k_KE))
-        next_dp_RK = tl.dot(grad_RE, tl.trans(v_KE))
-        p_RK = tl.exp2(score_RK * scale2 - lse_R[:, None])
+        v_KE = tl.load(v + key_K[:, None] * v_slot + place_E[None, :])
+        p_RK = tl.exp2(tl.dot(q_RE, tl.trans(k_KE)) * scale2 - lse_R[:, None])
         if MASKED:
             seen_RK = (key_K[None, :] >= low_R[:, None]) & (key_K[None, :] < high_R[:, None])
             p_RK = tl.where(seen_RK, p_RK, 0.0)
-        dscore_RK = p_RK * (dp_RK - delta_R[:, None])
+        dscore_RK = p_RK * (tl.dot(grad_RE, tl.trans(v_KE)) - delta_R[:, None])
         dq_RE = tl.dot(dscore_RK.to(k_KE.dtype), k_KE, dq_RE)
-        dp_RK = next_dp_RK
-    return dq_RE, dp_RK
+    return dq_RE
 
 
 @no_type_check
@@ -341,17 +253,13 @@ def _backward_queries(
     low_R = tl.load(start + query_R // SLOTS)
     high_R = tl.load(anchor + query_R // SLOTS)
     left = inner_first - first
-    right = behind - inner_behind
-    tile_K = tl.where(left > 0, first, tl.where(right > 0, inner_behind, inner_first)) * KEYS + tl.arange(0, KEYS)
-    v_KE = tl.load(v + tile_K[:, None] * v_slot + place_E[None, :])
-    dp_RK = tl.dot(grad_RE, tl.trans(v_KE))
-    dq_RE, dp_RK = _gather_dq(
-        dq_RE, dp_RK, q_RE, grad_RE, lse_R, delta_R, k, v, k_slot, v_slot, low_R, high_R,
-        left + right, first, left, inner_behind, inner_first, scale2, WIDTH, KEYS, True,
+    dq_RE = _gather_dq(
+        dq_RE, q_RE, grad_RE, lse_R, delta_R, k, v, k_slot, v_slot, low_R, high_R,
+        left + behind - inner_behind, first, left, inner_behind, scale2, WIDTH, KEYS, True,
     )  # fmt: skip
-    dq_RE, dp_RK = _gather_dq(
-        dq_RE, dp_RK, q_RE, grad_RE, lse_R, delta_R, k, v, k_slot, v_slot, low_R, high_R,
-        inner_behind - inner_first, inner_first, left, inner_behind, inner_first, scale2, WIDTH, KEYS, False,
+    dq_RE = _gather_dq(
+        dq_RE, q_RE, grad_RE, lse_R, delta_R, k, v, k_slot, v_slot, low_R, high_R,
+        inner_behind - inner_first, inner_first, left, inner_behind, scale2, WIDTH, KEYS, False,
     )  # fmt: skip
     to_RE = dq + (head_R * dq_head + query_R * dq_slot)[:, None] + place_E[None, :]
     tl.store(to_RE, (dq_RE * scale).to(dq.dtype.element_ty))

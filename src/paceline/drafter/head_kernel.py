@@ -46,8 +46,8 @@ def gradient_in_e4m3(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return losses, hits, and the gradient times `steps_W` in e4m3 with the float32 scale [R, 1] of each row.
 
-    The label's own entry is apart, last, [R, 1] in float32 and without `steps_W`, and 0 in e4m3. It is about as large as
-    all others together: in one scale with it, those of a flat distribution, 1/V each, would be the last bits of e4m3.
+    The label's own entry is apart, last, [R, 1] in float32 and without `steps_W`, and 0 in e4m3. It is about as large
+    as all others together: in one scale with it, those of a flat distribution, 1/V each, would be e4m3's last bits.
 
     `steps_W` are the scales of the head's rows, none above `largest_step`: they belong to what the second product sums
     over and cannot be applied behind it. Entries from `vocab` on are no tokens: they are not read, and written as 0.

@@ -6,8 +6,9 @@ from contextlib import AbstractContextManager, nullcontext
 from paceline.config import GuardSettings
 from paceline.records import FeatureBatch, Rejection, StepReport, Suspect, TokenBatch
 from paceline.train.guard import Broken, Guard
+from paceline.train.look import Look
 from paceline.train.optim import learning_rate
-from paceline.train.step import DrafterStep, Look
+from paceline.train.step import DrafterStep
 
 # A micro-batch of this rank, or None; and the micro-batch that closes the step, this rank's or another's.
 Dealt = tuple[FeatureBatch | None, TokenBatch | None]

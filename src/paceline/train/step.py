@@ -29,11 +29,12 @@ from paceline.drafter.fused_head import FrozenHead8, fused_head_loss, has_kernel
 from paceline.drafter.joined import Joined, Turns, distinct_ids, leaf_names, turns
 from paceline.drafter.loss import HeadLoss, frozen_head_loss, head_loss
 from paceline.drafter.model import Drafter
-from paceline.records import FeatureBatch, RunError, StepReport, Suspect, TokenBatch
+from paceline.records import FeatureBatch, RunError, StepReport, TokenBatch
 from paceline.runtime.capture import Captured, new_pool
 from paceline.runtime.compiling import OneShape, Policy
 from paceline.train import check
 from paceline.train.flat import Flat
+from paceline.train.look import Look, checksum
 from paceline.train.optim import Optimizer
 
 
@@ -49,32 +50,6 @@ class _Buffers:
     token_A: Tensor
     labels_AB: Tensor
     valid_AB: Tensor
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Look:
-    """One micro-batch as it was trained on; the numbers are on the device until they are read."""
-
-    samples: tuple[int, ...]
-    features_sum: Tensor
-    sums_2: Tensor  # loss, weight
-
-    def read(self) -> Suspect:
-        """Return the numbers (waits for the device)."""
-        loss_sum, weight_sum = self.sums_2.tolist()
-        features_sum = int(self.features_sum.item()) % 2 ** (8 * self.features_sum.itemsize)
-        return Suspect(self.samples, features_sum, loss_sum, weight_sum)
-
-
-def checksum(features_TD: Tensor) -> Tensor:
-    """Return the sum of the bytes, taken as whole numbers of 64 bits and modulo 2**64: int64, exact in any order.
-
-    Where a row holds no whole number of these, of 32 or 16 bits. It tells whether features were the same, not which
-    token's differ. Summed in their own format, because torch would copy them into a wider one first.
-    """
-    row = features_TD.shape[1] * features_TD.element_size()
-    words = next(kind for kind in (torch.int64, torch.int32, torch.int16) if row % kind.itemsize == 0)
-    return features_TD.view(words).sum(dtype=words)
 
 
 class DrafterStep:
@@ -190,7 +165,7 @@ class DrafterStep:
         self._micro(self._first)
         self._first = False
 
-    def look(self, tokens: TokenBatch) -> "Look":
+    def look(self, tokens: TokenBatch) -> Look:
         """Return what can be said of the micro-batch that was loaded and run last, without waiting for the device."""
         features_sum = checksum(self.buffers.features_CD[: tokens.num_tokens])
         return Look(tokens.samples, features_sum, self.micro_sums.clone())
