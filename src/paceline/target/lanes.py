@@ -30,8 +30,8 @@ class Lanes:
         stage: Callable[[threading.Thread], int],
         where: Callable[[threading.Thread], str],
     ) -> None:
-        """`stage` says which stage a thread is in, -1 if in none; `where` which layers it works at, "" if at none, also of
-        a thread that has failed there."""
+        """`stage` says which stage a thread is in, -1 if in none; `where` which layers it works at, "" if at none, also
+        of a thread that has failed there."""
         self._device = torch.device(device)
         self._count, self._name, self._gate, self._stage, self._where = count, name, gate, stage, where
         self._pulses: dict[threading.Thread, Pulse] = {}
