@@ -3,12 +3,13 @@
 import random
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from gpu_requests import waiting_is_an_error
 
 from paceline.bench.features import feature_batches
 from paceline.bench.shapes import SHAPES
@@ -190,12 +191,9 @@ def test_loading_a_micro_batch_waits_for_nothing() -> None:
     with own_stream("cuda:0"):
         for mode in ("default", "error"):  # memory is pinned and kernels are loaded at the first time
             source.lease(outlet)
-            torch.cuda.set_sync_debug_mode(mode)
-            try:
+            with waiting_is_an_error() if mode == "error" else nullcontext():
                 landed = landing.land(batch)
                 with landed.reading():
                     step.load(landed)
                 step.look(tokens)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
             outlet.settle(("default", "error").index(mode))
