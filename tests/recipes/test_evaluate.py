@@ -344,7 +344,7 @@ def test_the_probe_of_a_run_in_order(run: Run, prompts: Path) -> None:
 def test_taps_that_are_off_by_one(run: Run, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if paceline hooked the layer behind each tap, in training and decoding."""
     hooked, trunk = model.Taps, model.load_trunk
-    monkeypatch.setattr(model, "Taps", lambda layers, taps: hooked(layers, [tap + 1 for tap in taps]))
+    monkeypatch.setattr(model, "Taps", lambda layers, taps, *where: hooked(layers, [tap + 1 for tap in taps], *where))
     monkeypatch.setattr(model, "load_trunk", lambda facts, deepest, **how: trunk(facts, deepest + 1, **how))
     _, found = probed(run(drafter={"taps": (0, 2, 3)}), prompts)
     for how in ("training", "decoding"):
