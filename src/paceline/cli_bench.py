@@ -153,6 +153,11 @@ def bench_pipeline(
 
     devices = [choose_device(name) for name in (*here, *there)]
     gpu = all(name.startswith("cuda") for name in devices)
+    if policy == "captured" and not all(name.startswith("cuda") for name in there):
+        raise UserError(
+            f"--policy captured needs GPUs for drafters (--drafters), got {', '.join(there)}. Leave it out, or ask for "
+            "compiled or eager."
+        )
     work = PipelineWork(
         name=shape or ("qwen3-8b" if gpu else "tiny"),
         targets=tuple(here),

@@ -13,12 +13,17 @@ from paceline.cli import app
 TINY = PipelineWork("tiny", ("cpu",), ("cpu",), "float32", "eager", 8, False)
 DOCUMENTED = "who part shape targets drafters samples_per_s tokens_per_s blocks_per_s useful_tflop tflops peak_share "
 DOCUMENTED += "matrix_peak_tflops dtype fp8 policy counted"
-OF_THE_WHOLE = "gpus peak_gib reserved_growth_gib of overhead roles target_paths recompiles peer peer_samples_per_s "
-OF_THE_WHOLE += "ratio_to_published_peer"
+OF_THE_WHOLE = "gpus peak_gib reserved_growth_gib of share_of_bound roles target_paths recompiles "
+OF_THE_WHOLE += "peer peer_samples_per_s ratio_to_published_peer"
 
 
 def run(*options: str) -> Any:
     return CliRunner().invoke(app, ["bench", "pipeline", *options])
+
+
+def test_nothing_is_captured_without_a_gpu() -> None:
+    refused = run("--targets", "cpu", "--policy", "captured")
+    assert "--policy captured needs GPUs for drafters (--drafters), got cpu." in str(refused.exception)
 
 
 def test_rows_have_what_is_documented_and_fit_one_another() -> None:
@@ -36,7 +41,7 @@ def test_rows_have_what_is_documented_and_fit_one_another() -> None:
     assert set(OF_THE_WHOLE.split()) <= set(whole)
     assert whole["blocks_per_s"] == pytest.approx(8 * whole["samples_per_s"], rel=1e-2)
     bound = 1 / (1 / target["samples_per_s"] + 1 / step["samples_per_s"])
-    assert whole["overhead"] == pytest.approx(whole["samples_per_s"] / bound, rel=1e-2)
+    assert whole["share_of_bound"] == pytest.approx(whole["samples_per_s"] / bound, rel=1e-2)
     assert whole["useful_tflop"] == pytest.approx(target["useful_tflop"] + step["useful_tflop"], abs=3e-6)
     assert whole["recompiles"] == 0
     assert whole["ratio_to_published_peer"] is None  # published at another shape, on a GPU
@@ -54,7 +59,7 @@ def test_the_whole_is_held_against_both_sides(colocated: bool) -> None:
     assert [row["samples_per_s"] for row in rows] == pytest.approx([1000, 400, 200])  # 2 ranks, 2 samples, 20 ms
     of, share = ("harmonic sum of both sides", 200 / (1000 * 400 / 1400)) if colocated else ("slower side", 0.5)
     assert rows[-1]["of"] == of
-    assert rows[-1]["overhead"] == pytest.approx(share, abs=1e-4)
+    assert rows[-1]["share_of_bound"] == pytest.approx(share, abs=1e-4)
 
 
 def test_a_step_has_a_micro_batch_for_every_rank() -> None:
@@ -91,4 +96,4 @@ def test_stand_ins_have_a_row_for_each_pair(monkeypatch: pytest.MonkeyPatch) -> 
     assert [(row["target_ms"], row["step_ms"]) for row in rows] == [(20, 10), (10, 20)]
     for row, most in zip(rows, (100, 50), strict=True):  # a sleep may last longer, and never less
         assert 0 < row["slower_side_per_s"] <= most * 1.001
-        assert row["overhead"] == pytest.approx(row["micro_batches_per_s"] / row["slower_side_per_s"], rel=1e-3)
+        assert row["share_of_bound"] == pytest.approx(row["micro_batches_per_s"] / row["slower_side_per_s"], rel=1e-3)

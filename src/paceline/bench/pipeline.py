@@ -237,7 +237,7 @@ def pipeline_rows(
         "peak_gib": max((gib(torch.cuda.max_memory_allocated(name)) for name in cuda), default=None),
         "reserved_growth_gib": gib(reserved[-1] - reserved[0]) if cuda else None,
         "of": "harmonic sum of both sides" if work.colocated else "slower side",
-        "overhead": round(rate / bound, 4),
+        "share_of_bound": round(rate / bound, 4),
         "roles": role_shares(whole, stamps[0], stamps[-1]),
         "target_paths": whole.paths,
         "recompiles": whole.recompiles,

@@ -131,8 +131,8 @@ def _product(a_RI: Tensor, a_R1: Tensor, b_CI: Tensor, b_C1: Tensor, dtype: torc
 def ones_of(x_RI: Tensor) -> Tensor:
     """Return a scale [R, 1] of ones in float32.
 
-    An operator of its own: of a constant, inductor hands the product a single number where it reads R (torch 2.11), and
-    what it makes of them is zeros.
+    An operator of its own, so that it is memory that the product reads and nothing that the compiler makes of a
+    constant.
     """
     return torch.ones(len(x_RI), 1, dtype=torch.float32, device=x_RI.device)
 

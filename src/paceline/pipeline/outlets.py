@@ -7,6 +7,8 @@ from paceline.pipeline.dispenser import Dispenser, Outlet
 from paceline.pipeline.slots import Slot
 from paceline.records import TokenBatch
 
+_ENDING_S = 1.0
+
 
 class Outlets:
     """What an Outlet is, for an owner with one thread or several; a thread has its own from its first call on."""
@@ -48,9 +50,10 @@ class Outlets:
     def left(self) -> None:
         """Take back the slots of threads that have left since they were revoked; one that has not hangs."""
         with self._changing:
-            while self._leaving:
-                thread, outlet = self._leaving.pop()
-                outlet.left(hung=thread.is_alive())
+            leaving, self._leaving = self._leaving, []
+        for thread, outlet in leaving:
+            thread.join(_ENDING_S)  # one that has told of its failure is about to end
+            outlet.left(hung=thread.is_alive())
 
     def _mine(self) -> Outlet:
         with self._changing:

@@ -63,10 +63,12 @@ class Replicas:
         index, devices, outlet = self._working.pop(role)
         if error.__cause__ is not None and error.__cause__ is self._dispenser.error:
             raise error
-        batch = _at_fault(role, outlet.revoke())
+        batch = _at_fault(role, devices, outlet.revoke())
         self._causes[role.name] = error
         self._channel.look_again()  # what the role has still under way is refused, and leaves
         _free(role, devices, error)
+        if isinstance(role, TargetReplica):
+            role.give_up()  # whoever has not left by now hangs
         outlet.left()
         again = self._left > 0 and not self._dispenser.over and not self._is_suspect(batch)
         self._left -= 1 if again else 0
@@ -88,8 +90,8 @@ class Replicas:
         write_stacks(self._stacks, also_stderr=not target)
         if not target:
             raise Hung(f"{error} The stacks of all threads are in {self._stacks}.")
-        *_, outlet = self._working.pop(role)
-        batch = _at_fault(role, outlet.revoke(hung=True))
+        _, devices, outlet = self._working.pop(role)
+        batch = _at_fault(role, devices, outlet.revoke(hung=True))
         if isinstance(role, TargetReplica):
             role.give_up()
         self._causes[role.name] = error
@@ -145,9 +147,9 @@ def _sentence(error: RunError) -> str:
     return text if text.endswith((".", "!", "?")) else f"{text}."
 
 
-def _at_fault(role: Role, batches: Sequence[TokenBatch]) -> TokenBatch | None:
-    """Return which of its micro-batches a replica failed or hangs at; of several it knows that itself."""
-    if len(batches) > 1 and isinstance(role, TargetReplica):
+def _at_fault(role: Role, devices: Sequence[str], batches: Sequence[TokenBatch]) -> TokenBatch | None:
+    """Return which of its micro-batches a replica failed or hangs at; on several devices it knows that itself."""
+    if len(devices) > 1 and isinstance(role, TargetReplica):
         batches = [batch for batch in batches if batch.seq == role.stuck_at]
     return batches[0] if batches else None
 

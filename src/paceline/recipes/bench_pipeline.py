@@ -142,7 +142,7 @@ def bench_stand_ins(console: Console, *, targets: int, drafters: int, count: int
                 "step_ms": 1e3 * step_s,
                 "micro_batches_per_s": round(rate, 3),
                 "slower_side_per_s": round(slower, 3),
-                "overhead": round(rate / slower, 4),
+                "share_of_bound": round(rate / slower, 4),
                 "counted": "threads, leases, slots, channel and dealing of a run; nothing is computed",
             }
         )

@@ -48,7 +48,7 @@ class Bounds:
 BOUNDS: dict[str, Bounds] = {
     "float32": Bounds(hidden=0.01, loss=1e-3, gradients=0.01, gradient=0.05),
     "bfloat16": Bounds(hidden=0.06, loss=0.01, gradients=0.06, gradient=0.25),
-    "fp8": Bounds(hidden=0.3, loss=0.05, gradients=0.3, gradient=0.8),
+    "fp8": Bounds(hidden=0.3, loss=0.05, gradients=0.3, gradient=0.45),
 }
 # Share of the slots whose hit may differ although the plain logits are clear: errors of logits have tails.
 HITS = 0.03

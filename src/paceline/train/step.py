@@ -13,7 +13,7 @@ Shapes: C context slots, A anchors, B block slots, D = m * H feature width, Q = 
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -219,6 +219,7 @@ class DrafterStep:
         bounds, fp8 = self._bounds()
         made = check.best_labels(self.drafter, self.ends, check.contents(own, len(self.ends.head_VH)), self.weights_B)
         made.fill(own)
+        made = replace(made, features_CD=own.features_CD)  # which hold the same: one of the two is enough
         self.clear()
         hidden_NH = self._forward(self._visibility(), self._turns()).detach()
         hits_N = self._through_head(hidden_NH, own.valid_AB * self.weights_B)[1]
