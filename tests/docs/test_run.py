@@ -33,7 +33,7 @@ NOT_HERE = {  # what keeps a command from being run by these tests → where els
     r" --server ": "a server; tests/decode and tests/recipes imitate one",
     r"cuda:": "GPUs",
     r"Qwen/Qwen3-8B ": "a hub",
-    r"bench (step|target) .*qwen3-8b": "a GPU; tests/bench measures small shapes",
+    r"bench (step|target|pipeline) .*qwen3-8b": "a GPU; tests/bench measures small shapes",
     r"gsm8k": "a package of prompts, which tests/data imitates",
     r"observe\.trackers": "trackers; `make test-trackers` has them",
     r"train recipes/": "a target of its size",
