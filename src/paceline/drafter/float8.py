@@ -92,7 +92,8 @@ def _forward(ctx: Any, x_TK: Tensor, weight_NK: Tensor) -> Tensor:
 def _gradients(ctx: Any, g8_TN: Tensor, u_T1: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the input's gradient and the weight's, of the output's times w."""
     x8_KT, s_T1, w8_KN, w_N1 = ctx.saved_tensors
-    dx_TK = _product(g8_TN, u_T1, w8_KN, ones_of(w8_KN), dtype)
+    ones_K1 = torch.ones_like(w8_KN[:, :1], dtype=torch.float32)
+    dx_TK = _product(g8_TN, u_T1, w8_KN, ones_K1, dtype)
     z8_KT, f_K1 = quantize(x8_KT.float() * (s_T1 * u_T1).t())
     return dx_TK, _product(transposed(g8_TN), 1 / w_N1, z8_KT, f_K1, dtype)
 
@@ -125,21 +126,6 @@ def _product(a_RI: Tensor, a_R1: Tensor, b_CI: Tensor, b_C1: Tensor, dtype: torc
         use_fast_accum=True,
     )
     return made_RC.to(dtype)
-
-
-@torch.library.custom_op("paceline::ones_of", mutates_args=(), schema="(Tensor x) -> Tensor")
-def ones_of(x_RI: Tensor) -> Tensor:
-    """Return a scale [R, 1] of ones in float32.
-
-    An operator of its own, so that it is memory that the product reads and nothing that the compiler makes of a
-    constant.
-    """
-    return torch.ones(len(x_RI), 1, dtype=torch.float32, device=x_RI.device)
-
-
-@ones_of.register_fake
-def _(x_RI: Tensor) -> Tensor:
-    return x_RI.new_empty(len(x_RI), 1, dtype=torch.float32)
 
 
 # Any layout is taken, so that the compiler hands over what a product reads and does not write another one like it.
