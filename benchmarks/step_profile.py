@@ -48,9 +48,10 @@ def built(name: str, changes: dict[str, str]) -> tuple[DrafterStep, list[Any]]:
     shape, device = SHAPES[name], torch.device("cuda:0")
     drafter = random_drafter(shape, device)
     narrow = changes.pop("state", "") == "bf16"
-    settings = shape.train_settings("float32" if narrow else "bfloat16").model_dump() | {"clip": CLIP} | changes
+    settings = shape.train_settings("bfloat16").model_dump() | {"clip": CLIP} | changes
     train = TrainSettings.model_validate(settings)
-    drafter = drafter.bfloat16() if narrow else drafter
+    if narrow:  # "float32" is: no working copy beside the weights, whatever these are
+        drafter, train = drafter.bfloat16(), train.model_copy(update={"dtype": "float32"})
     step = DrafterStep(drafter, random_ends(shape, device, torch.bfloat16), train, policy="captured", alarm=print)
     step.warm()
     return step, feature_batches(shape, device, torch.bfloat16)

@@ -12,7 +12,7 @@ to nothing here: nearly everything feeds a matrix product or attention in backwa
 - of a block slot: q before (N E) and after its norm and rotation (N E) and the attention's output (N E); in float32 an
   rms for each head of q and the attention's logsumexp (2 N);
 - of a block slot behind attention: what the residual stream holds before and behind the MLP and the MLP's normed input
-  (3 H), gate, up and their product (3 F); in float32 an rms for both norms (2).
+  (3 H), gate and up (2 F), which give their product again in backward; in float32 an rms for both norms (2).
 In the first layer the products' rows and results are there once for each distinct input (U) instead of for each block
 slot, and v as attention reads it (M E) beside them. Behind the last attention only slots that have a loss are left, and
 the attention's output is there once more, without the others.
@@ -252,20 +252,20 @@ def _activations(drafter: DrafterSettings, C: int, A: int, H: int, wire: int) ->
         keys = C + inputs
         before = wire * (keys * (H + 2 * M * E) + inputs * N * E) + 4 * (keys * M + inputs * N)
         attention = wire * (2 * Q * N * E + K * M * E) + 4 * Q * N
-        return before + attention + behind * (wire * 3 * (H + drafter.intermediate_size) + 4 * 2)
+        return before + attention + behind * (wire * (3 * H + 2 * drafter.intermediate_size) + 4 * 2)
 
     layers = sum(layer(U if at == 0 else Q, rows if at == L - 1 else Q) for at in range(L))
     return layers + wire * (K * M * E + rows * N * E) + C * (wire * H + 4) + 8 * K * E
 
 
 def _kept_in_fp8(drafter: DrafterSettings, C: int, A: int, H: int) -> int:
-    """Return what backward keeps more where products are in fp8: a byte, and less than two where there were two."""
+    """Return what backward keeps more where products are in fp8: a byte, also where it was nothing or two."""
     N, E, F, L = drafter.heads, drafter.head_dim, drafter.intermediate_size, drafter.layers
     Q, rows, U = A * drafter.block_size, A * (drafter.block_size - 1), distinct_rows(A)
 
     def layer(inputs: int, behind: int) -> int:
-        own = inputs * H + behind * N * E  # of q and of o_proj, whose inputs are there anyway
-        return own - (C + inputs) * H - behind * (H + F) + 4 * (C + 2 * inputs + 3 * behind)
+        own = inputs * H + behind * (N * E + F)  # of q and o_proj, whose inputs are there anyway, and of down_proj
+        return own - (C + inputs) * H - behind * H + 4 * (C + 2 * inputs + 3 * behind)
 
     layers = sum(layer(U if at == 0 else Q, rows if at == L - 1 else Q) for at in range(L))
     matrices = _matrices(drafter, H)
