@@ -159,8 +159,9 @@ def bench_pipeline(
             "compiled or eager."
         )
     if fp8 and (not gpu or dtype == "float32" or policy == "eager"):
+        named = ", ".join(dict.fromkeys(devices))
         raise UserError(
-            f"--fp8 takes GPUs, --dtype bfloat16 and --policy compiled or captured, got {', '.join(dict.fromkeys(devices))}, "
+            f"--fp8 takes GPUs, --dtype bfloat16 and --policy compiled or captured, got {named}, "
             f"{dtype or 'bfloat16'} and {policy or 'captured'}. Change them, or leave it out."
         )
     work = PipelineWork(
