@@ -192,7 +192,7 @@ class TrainSettings(Section):
             )
         if self.optimizer == "muon" and (self.moments, self.offload) != ("float32", "off"):
             raise ValueError(
-                "moments: 8bit and offload: moments need optimizer: adamw (Muon has one moment, float32 on the device), "
+                "moments: 8bit and offload: moments need optimizer: adamw (Muon's momentum stays float32 there), "
                 f"got muon, {self.moments} and {self.offload}"
             )
         return self

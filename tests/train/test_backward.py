@@ -1,5 +1,6 @@
 """A layer at a time, forward and backward compute what they do at once."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -59,7 +60,7 @@ def test_sums_and_gradients_are_the_same_bits(layers: int, dtype: str, fp8: str)
 
 
 @pytest.fixture
-def graphs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def graphs_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let torch cut graphs as for inductor and run them as they are: no kernels, which take long to compile."""
     real = torch.compile
 
@@ -67,6 +68,8 @@ def graphs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         return real(function, backend="aot_eager_decomp_partition", **rest)
 
     monkeypatch.setattr(torch, "compile", compiled)
+    yield
+    torch._dynamo.reset()  # variants count for all functions that checks of shapes wrap
 
 
 @pytest.mark.usefixtures("traceable", "graphs_alone")

@@ -305,10 +305,8 @@ class DrafterStep:
         )
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Return what outlives a step, by the file that keeps it: live tensors."""
-        weights = dict(self.drafter.named_parameters())
-        names: dict[Tensor, str] = {parameter: name for name, parameter in weights.items()}
-        return {"drafter": dict[str, Tensor](weights), "optimizer": self.optimizer.state(names)}
+        """Return what outlives a step, by the file that keeps it: live tensors, some of them in host memory."""
+        return {"drafter": dict[str, Tensor](self.drafter.named_parameters()), "optimizer": self.optimizer.state()}
 
     @torch.no_grad()
     def restore(self, saved: Iterable[tuple[str, str, Tensor]]) -> None:
@@ -317,10 +315,11 @@ class DrafterStep:
         Raises:
             RunError: the state is not that of this drafter and optimizer.
         """
+        self.optimizer.wait()  # for what an update would put over it
         left = {(file, name): tensor for file, group in self.state().items() for name, tensor in group.items()}
         for file, name, tensor in saved:
             own = left.pop((file, name), None)
-            if own is None or own.shape != tensor.shape:
+            if own is None or (own.shape, own.dtype) != (tensor.shape, tensor.dtype):
                 raise RunError(f"A checkpoint must hold this drafter's state, but its {file} has {name} of another.")
             own.copy_(tensor)
         if left:
