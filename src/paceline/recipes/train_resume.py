@@ -134,10 +134,9 @@ def check_room(run: Path, settings: RunSettings, facts: TargetFacts) -> None:
 
 def state_bytes(settings: RunSettings, facts: TargetFacts) -> int:
     """Return what the tensors of a checkpoint take."""
-    sizes = step_memory(
+    return step_memory(
         settings.drafter, settings.train, hidden_size=facts.hidden_size, vocab_size=facts.vocab_size, tied=False
-    )
-    return sizes.weights + sizes.moments
+    ).saved
 
 
 def _gib(count: int) -> str:
