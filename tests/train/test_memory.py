@@ -4,6 +4,7 @@ import dataclasses
 import re
 import weakref
 from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -232,6 +233,28 @@ def test_layers_one_at_a_time_need_less_and_their_activations_do_not_grow_with_t
     assert activations_of("layers", 8) - activations_of("layers", 5) == 3 * stream
     assert activations_of("layers", 5) < 0.45 * activations_of("off", 5)
     assert activations_of("layers", 1) == pytest.approx(activations_of("off", 1), rel=0.05)
+
+
+def test_the_page_on_small_cards_has_what_the_estimate_says() -> None:
+    page = (Path(__file__).parents[2] / "docs/how-to/small-cards.md").read_text()
+    shape = SHAPES["qwen3-8b"]
+    sizes = {"hidden_size": shape.hidden_size, "vocab_size": shape.vocab_size, "tied": False}
+
+    def row(name: str) -> str:
+        changes = dict(re.findall(r"(\w+): (\w+)", name))
+        if name == "all three":
+            changes = {"recompute": "layers", "moments": "8bit", "offload": "moments"}
+        told = []
+        for C, A in ((6144, 1024), (4096, 256)):
+            slots = {"context_slots": C, "anchor_slots": A, "logits_mib": 256}
+            train = shape.train_settings("bfloat16").model_copy(update=slots | changes)
+            total = step_memory(shape.drafter, train, **sizes).total  # type: ignore[arg-type]
+            told.append(f"{total / GIB:.1f}")
+        return f"| {name} | {' | '.join(told)} |"
+
+    rows = re.findall(r"^\| (defaults|`.*|all three) \| [\d.]+ \| [\d.]+ \|$", page, re.MULTILINE)
+    assert len(rows) == 6
+    assert [name for name in rows if row(name) not in page] == [], "\n".join(map(row, rows))
 
 
 class Live(TorchDispatchMode):
