@@ -26,6 +26,15 @@ from paceline.train.step import DrafterStep
 GIB = 2**30
 # A shape, what differs from it, and the policies it is measured under. First those that have not been measured yet.
 CASES: list[tuple[str, dict[str, Any], list[Policy]]] = [
+    ("small", {"recompute": "layers"}, ["compiled", "captured"]),
+    ("small", {"moments": "8bit"}, ["captured"]),
+    ("small", {"offload": "moments"}, ["captured"]),
+    ("small", {"offload": "moments", "moments": "8bit", "recompute": "layers"}, ["captured"]),
+    ("qwen3-8b", {"recompute": "layers"}, ["captured"]),
+    ("qwen3-8b", {"recompute": "layers", "logits_mib": 256}, ["captured"]),
+    ("qwen3-8b", {"moments": "8bit"}, ["captured"]),
+    ("qwen3-8b", {"offload": "moments"}, ["captured"]),
+    ("qwen3-8b", {"recompute": "layers", "moments": "8bit", "offload": "moments"}, ["captured"]),
     ("small", {"optimizer": "muon"}, ["captured"]),
     ("small", {"dtype": "float32"}, ["captured"]),
     ("small", {"anchor_slots": 256, "context_slots": 4096}, ["compiled", "captured"]),
@@ -80,7 +89,7 @@ def run(shape: Shape, train: TrainSettings, policy: Policy) -> tuple[int, int]:
 
 def main(together: int) -> None:
     """Measure every case and print two lines for each as it ends."""
-    print(f"{'shape':<10}{'changed':<42}{'policy':<10}{'GiB':>7}{'estim.':>8}{'ratio':>7}{'resrvd':>8}  peak")
+    print(f"{'shape':<10}{'changed':<56}{'policy':<10}{'GiB':>7}{'estim.':>8}{'ratio':>7}{'resrvd':>8}  peak")
     # A process each: neither memory nor compiled code of one case is there in another.
     with ProcessPoolExecutor(together, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
         asked = {
@@ -90,7 +99,7 @@ def main(together: int) -> None:
         }
         for done in as_completed(asked):
             name, changes, policy = asked[done]
-            case = f"{name:<10}{', '.join(f'{key} {value}' for key, value in changes.items()):<42}{policy:<10}"
+            case = f"{name:<10}{', '.join(f'{key} {value}' for key, value in changes.items()):<56}{policy:<10}"
             try:
                 allocated, reserved, memory = done.result()
             except Exception as error:

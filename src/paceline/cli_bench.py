@@ -50,6 +50,15 @@ def bench_step(
     fp8: Annotated[
         bool, typer.Option("--fp8", help="Products of our layers in fp8, as train.fp8; peers have none.")
     ] = (False),
+    recompute: Annotated[
+        Literal["off", "layers"], typer.Option(help="Layers again in backward, as train.recompute; ours alone.")
+    ] = "off",
+    moments: Annotated[
+        Literal["float32", "8bit"], typer.Option(help="Of AdamW, as train.moments; ours alone.")
+    ] = "float32",
+    offload: Annotated[
+        Literal["off", "moments"], typer.Option(help="Moments in host memory, as train.offload; ours alone.")
+    ] = "off",
     steps: Annotated[int, typer.Option(min=1, help="Steps that are timed.")] = 500,
     noise: Annotated[int, typer.Option(min=0, help="Threads that run forwards of a small model beside it.")] = 0,
     hog: Annotated[bool, typer.Option("--hog", help="A thread beside it that holds the interpreter.")] = False,
@@ -69,7 +78,8 @@ def bench_step(
     all_here = get_args(Policy) if where.startswith("cuda") else ("eager", "compiled")
     all_here = tuple(name for name in all_here if name != "eager" or not fp8)
     policies = cast(tuple[Policy, ...], tuple(policy or all_here))
-    work = Work(SHAPES[shape], where, dtype, steps, noise, hog, optimizer_state, clip, fp8)
+    beside = (noise, hog, optimizer_state, clip)
+    work = Work(SHAPES[shape], where, dtype, steps, *beside, fp8, recompute, moments, offload)
     finish(console, json, measure(work, policies, console, cast(tuple[Peer, ...], tuple(peer or ()))), "")
 
 

@@ -167,6 +167,9 @@ class TrainSettings(Section):
         "off",
         description="on: the drafter's products, backward too, and the head's in fp8 on a GPU; weights stay float32",
     )
+    recompute: Literal["off", "layers"] = Field("off", description="layers: backward computes all but the last again")
+    moments: Literal["float32", "8bit"] = Field("float32", description="format of AdamW's moments of matrices")
+    offload: Literal["off", "moments"] = Field("off", description="moments: those of matrices stay in host memory")
     policy: Literal["auto", "eager", "compiled", "captured"] = Field(
         "auto", description="how the step runs; auto: as `paceline doctor` found possible here; captured needs a GPU"
     )
@@ -186,6 +189,11 @@ class TrainSettings(Section):
         if self.fp8 == "on" and (self.dtype != "bfloat16" or self.policy == "eager"):
             raise ValueError(
                 f"fp8: on needs dtype: bfloat16 and a policy other than eager, got {self.dtype} and {self.policy}"
+            )
+        if self.optimizer == "muon" and (self.moments, self.offload) != ("float32", "off"):
+            raise ValueError(
+                "moments: 8bit and offload: moments need optimizer: adamw (Muon's momentum stays float32 there), "
+                f"got muon, {self.moments} and {self.offload}"
             )
         return self
 

@@ -15,6 +15,7 @@ from paceline.bench.peers import peer_batch
 from paceline.bench.shapes import SHAPES
 from paceline.bench.work import CLIP, RATE
 from paceline.cli import app
+from paceline.config import TrainSettings
 from paceline.records import RunError
 
 CPU = torch.device("cpu")
@@ -31,6 +32,7 @@ def test_a_row_has_what_is_documented(monkeypatch: pytest.MonkeyPatch):
     [row] = json.loads(done.stdout)
     documented = "who policy shape step_ms blocks_per_s tokens_per_s useful_tflop tflops matrix_peak_tflops peak_share "
     documented += "peak_gib ratio_to_best_peer recompiles first_loss dtype optimizer clip fp8 counted batches steps"
+    documented += " recompute offload"
     assert set(documented.split()) <= set(row)
     assert (row["who"], row["ratio_to_best_peer"], row["batches"], row["steps"]) == ("paceline", None, 4, 4)
     assert row["blocks_per_s"] == pytest.approx(16 / row["step_ms"] * 1e3, rel=1e-3)
@@ -86,6 +88,11 @@ def test_ours_is_held_against_the_fastest_peer(monkeypatch: pytest.MonkeyPatch):
             ["--optimizer-state", "bf16", "--dtype", "float32"],
             "",
             "--optimizer-state bf16 keeps weights in bfloat16, got --dtype float32. Leave one of them out.",
+        ),
+        (
+            ["--optimizer-state", "bf16", "--moments", "8bit"],
+            "",
+            "--optimizer-state bf16 keeps moments in bfloat16, got --moments 8bit. Leave one of them out.",
         ),
     ],
 )
@@ -151,6 +158,22 @@ def test_rates_are_of_useful_operations(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(timing, "matrix_peak", lambda device: 8e14)
     told = timing.rates(3e14, 0.75, CPU)
     assert told == {"useful_tflop": 300.0, "tflops": 400.0, "matrix_peak_tflops": 800.0, "peak_share": 0.5}
+
+
+def test_what_small_cards_need_is_measured_and_told(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(step, "_in_process", lambda work, job, *arguments: job(work, *arguments))
+    monkeypatch.setattr(torch, "compile", lambda function, **rest: function)
+    seen: list[TrainSettings] = []
+    made = step.DrafterStep
+    monkeypatch.setattr(step, "DrafterStep", lambda *given, **more: seen.append(given[2]) or made(*given, **more))
+    options = ["--recompute", "layers", "--moments", "8bit", "--offload", "moments"]
+    done = run("--shape", "tiny-2x128", "--policy", "compiled", "--steps", "2", "--json", *options)
+    assert done.exit_code == 0, done.output
+    [row] = json.loads(done.stdout)
+    assert (row["recompute"], row["offload"]) == ("layers", "moments")
+    assert row["optimizer"] == "adamw, weights in fp32, moments in 8 bits"
+    assert [(one.recompute, one.moments, one.offload) for one in seen] == [("layers", "8bit", "moments")]
+    assert row["first_loss"] == pytest.approx(6.2, abs=0.2)
 
 
 def test_fp8_is_refused_where_there_is_none():

@@ -4,6 +4,7 @@ import dataclasses
 import re
 import weakref
 from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,8 +25,10 @@ from paceline.drafter.model import Drafter
 from paceline.records import RunError
 from paceline.runtime.compiling import Policy
 from paceline.runtime.gate import Gate
-from paceline.train import memory
+from paceline.train import activations, memory
+from paceline.train import moments as moments_module
 from paceline.train import rank as rank_module
+from paceline.train.backward import ByLayers
 from paceline.train.guard import Guard
 from paceline.train.memory import StepMemory, advice, step_memory
 from paceline.train.rank import DrafterRank
@@ -82,6 +85,35 @@ def test_what_stays_is_counted_to_the_byte(dtype: str, optimizer: str, tied: boo
     assert said.buffers == held([getattr(step.buffers, field.name) for field in dataclasses.fields(step.buffers)])
 
 
+@pytest.mark.parametrize("moments", ["float32", "8bit"])
+@pytest.mark.parametrize("offload", ["off", "moments"])
+def test_moments_are_counted_to_the_byte_wherever_they_lie(
+    monkeypatch: pytest.MonkeyPatch, moments: str, offload: str
+) -> None:
+    for module in (memory, moments_module):
+        monkeypatch.setattr(module, "CHUNK", 2048)
+    train = TRAIN.model_copy(update={"moments": moments, "offload": offload})
+    step = make_step(train)
+    step.warm()
+    said, (matrices, norms) = estimate(train), step.optimizer._regions
+    of_matrices = held(matrices.moments.parts)
+    few = held([*norms.moments.parts, step.optimizer._steps, *[part for more in matrices.more for part in more]])
+    if offload == "off":
+        assert (said.moments, said.chunks, said.host) == (of_matrices + few, 0, 0)
+        assert "chunks of moments" not in said.parts()
+    else:
+        chunks = held([part for staged in matrices.moments._staged for part in staged])
+        assert (said.moments, said.chunks, said.host) == (few, chunks, of_matrices)
+        assert said.parts()["chunks of moments"] == chunks
+    assert of_matrices == pytest.approx(
+        held(step.drafter.parameters()) * (2 if moments == "float32" else 0.508), rel=0.05
+    )
+    assert said.total == sum(said.parts().values())
+    live = held([tensor for group in step.state().values() for tensor in group.values()])
+    assert said.saved == pytest.approx(live, abs=4 * 1022)
+    assert said.stays == said.total - said.activations - said.temporaries - said.workspace
+
+
 @torch.library.custom_op("paceline_test::attend", mutates_args=())
 def opaque(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Attention of everything to everything, as one operation that keeps what flex_attention keeps.
@@ -136,6 +168,93 @@ def test_activations_are_what_the_compiled_step_keeps_for_backward(
     said = estimate(train, drafter=drafter)
     assert said.peak in {"loss", "backward"}
     assert said.activations == pytest.approx(truth, rel=0.005)
+
+
+@pytest.mark.usefixtures("traceable")
+@pytest.mark.parametrize(("dtype", "fp8"), [("float32", "off"), ("bfloat16", "off"), ("bfloat16", "on")])
+@pytest.mark.parametrize("layers", [1, 3])
+def test_activations_by_layers_are_what_each_compiled_layer_keeps(
+    dtype: str, fp8: str, layers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = DRAFTER.model_copy(update={"head_dim": 16, "heads": 6, "intermediate_size": 160, "layers": layers})
+    more = {"dtype": dtype, "fp8": fp8, "context_slots": 1024, "anchor_slots": 96, "recompute": "layers"}
+    train = TRAIN.model_copy(update=more)
+    monkeypatch.setattr(joined, "attend", lambda q, k, v, visibility: opaque(q, k, v)[0])
+    step = make_step(train, drafter=drafter)
+    kept: list[Tensor] = []
+    calls: list[list[Tensor]] = []
+
+    def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        backend = "aot_eager_decomp_partition"
+        run = torch.compile(function, backend=backend, fullgraph=True, dynamic=False, recompile_limit=64)
+
+        def call(*given: Any) -> Tensor:
+            kept.clear()
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
+                out = run(*given)
+            calls.append([*kept, out])
+            return out
+
+        return call
+
+    step._by_layers = ByLayers(step._working, (96, 4), compiled)
+    buffers = [getattr(step.buffers, field.name) for field in dataclasses.fields(step.buffers)]
+    turns = step._turns()
+    there = [*step._leaves, *buffers, step.ends.embed_VH, step.ends.head_VH, step.weights_B, *turns]
+    monkeypatch.setattr(step, "_turns", lambda: turns)
+    step._ahead()
+    rows = activations.Rows(drafter, train, H, 4 if dtype == "float32" else 2)
+    besides = {tensor.untyped_storage().data_ptr() for tensor in there}
+    context = calls.pop(0)
+    # Compiled alone, its matrix in fp8 is not kept, which an input without a gradient has no use for.
+    said = activations.context_kept(rows) - held(turns) - (3 * H * H if fp8 == "on" else 0)
+    assert said == pytest.approx(held(context[:-1], besides=besides), rel=0.005)
+    besides.add(context[-1].untyped_storage().data_ptr())
+    places = [made[-1].untyped_storage().data_ptr() for made in calls]
+    for at, made in enumerate(calls):
+        # What a layer is given is counted apart, and so are the hidden states, which are the last one's output.
+        truth = held(made, besides={*besides, *places[:at], *places[layers - 1 : at + 1]})
+        truth -= rows.wire * H * rows.U if at == 0 else 0
+        # The partitioner keeps the first layer's stream once in another place, or wider.
+        assert activations.layer_kept(rows, at) == pytest.approx(truth, rel=0.005 if at else 0.04), at
+
+
+def test_layers_one_at_a_time_need_less_and_their_activations_do_not_grow_with_their_number() -> None:
+    shape = SHAPES["qwen3-8b"]
+    sizes = {"hidden_size": shape.hidden_size, "vocab_size": shape.vocab_size, "tied": False}
+
+    def activations_of(recompute: str, layers: int) -> int:
+        train = shape.train_settings("bfloat16").model_copy(update={"recompute": recompute})
+        drafter = shape.drafter.model_copy(update={"layers": layers})
+        said = step_memory(drafter, train, **sizes)  # type: ignore[arg-type]
+        return said.activations + said.temporaries
+
+    stream = 2 * shape.hidden_size * shape.anchor_slots * shape.drafter.block_size
+    assert activations_of("layers", 8) - activations_of("layers", 5) == 3 * stream
+    assert activations_of("layers", 5) < 0.45 * activations_of("off", 5)
+    assert activations_of("layers", 1) == pytest.approx(activations_of("off", 1), rel=0.05)
+
+
+def test_the_page_on_small_cards_has_what_the_estimate_says() -> None:
+    page = (Path(__file__).parents[2] / "docs/how-to/small-cards.md").read_text()
+    shape = SHAPES["qwen3-8b"]
+    sizes = {"hidden_size": shape.hidden_size, "vocab_size": shape.vocab_size, "tied": False}
+
+    def row(name: str) -> str:
+        changes = dict(re.findall(r"(\w+): (\w+)", name))
+        if name == "all three":
+            changes = {"recompute": "layers", "moments": "8bit", "offload": "moments"}
+        told = []
+        for C, A in ((6144, 1024), (4096, 256)):
+            slots = {"context_slots": C, "anchor_slots": A, "logits_mib": 256}
+            train = shape.train_settings("bfloat16").model_copy(update=slots | changes)
+            total = step_memory(shape.drafter, train, **sizes).total  # type: ignore[arg-type]
+            told.append(f"{total / GIB:.1f}")
+        return f"| {name} | {' | '.join(told)} |"
+
+    rows = re.findall(r"^\| (defaults|`.*|all three) \| [\d.]+ \| [\d.]+ \|$", page, re.MULTILINE)
+    assert len(rows) == 6
+    assert [name for name in rows if row(name) not in page] == [], "\n".join(map(row, rows))
 
 
 class Live(TorchDispatchMode):

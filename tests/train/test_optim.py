@@ -121,7 +121,7 @@ def test_one_pass_is_adamw_in_every_format(dtype: torch.dtype) -> None:
     rate, root = lr / (1 - betas[0] ** count), (1 - betas[1] ** count) ** 0.5
     scalars = tuple(torch.tensor(value) for value in (0.0, divisor, rate, root, 1 - lr * decay))
     copy = torch.zeros(200, dtype=torch.bfloat16)
-    adamw_pass(weights, gradients, mean, square, copy, scalars, betas)  # type: ignore[arg-type]
+    adamw_pass(weights, gradients, (mean, square), copy, scalars, betas)  # type: ignore[arg-type]
     bound = {torch.bfloat16: 2**-8, torch.float32: 1e-6, torch.float64: 1e-6}[dtype]  # scalars are float32
     for ours, truth in ((weights, w), (mean, m), (square, v)):
         torch.testing.assert_close(ours.double(), truth, rtol=bound, atol=1e-7)

@@ -79,11 +79,23 @@ def save(step: DrafterStep, folder: Path, guard: Guard) -> store.Saved:
     return saved
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_restored_step_goes_on_bit_for_bit(world: Any, tmp_path: Path, optimizer: str, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("optimizer", "dtype", "more"),
+    [
+        ("adamw", "float32", {}),
+        ("adamw", "bfloat16", {}),
+        ("muon", "float32", {}),
+        ("muon", "bfloat16", {}),
+        ("adamw", "bfloat16", {"moments": "8bit"}),
+        ("adamw", "float32", {"offload": "moments", "recompute": "layers"}),
+        ("adamw", "bfloat16", {"offload": "moments", "moments": "8bit"}),
+    ],
+)
+def test_a_restored_step_goes_on_bit_for_bit(
+    world: Any, tmp_path: Path, optimizer: str, dtype: str, more: dict[str, str]
+) -> None:
     settings, make, stream = world
-    train = settings(optimizer=optimizer, dtype=dtype, weight_decay=0.01)
+    train = settings(optimizer=optimizer, dtype=dtype, weight_decay=0.01, **more)
     whole = make(train)
     expected = run(whole, stream(train, 0), range(STEPS), guard_of())
     first, guard = make(train), guard_of()
@@ -112,6 +124,22 @@ def test_the_state_is_all_there_is(world: Any) -> None:
     matrices = [name for name, weight in state["drafter"].items() if weight.ndim > 1]
     assert {f"momentum.{name}" for name in matrices} <= state["optimizer"].keys()
     assert len(state["optimizer"]) == len(matrices) + 3 * (len(state["drafter"]) - len(matrices))
+
+
+@pytest.mark.parametrize("moments", ["float32", "8bit"])
+def test_a_state_is_restored_wherever_its_moments_lie(world: Any, tmp_path: Path, moments: str) -> None:
+    settings, make, stream = world
+    first, guard = make(settings(moments=moments, offload="moments")), guard_of()
+    run(first, stream(first.settings, 0), range(CUT), guard)
+    saved = save(first, tmp_path, guard)
+    second = make(settings(moments=moments), seed=1)
+    second.restore(saved.tensors())
+    for name, group in first.state().items():
+        for key, tensor in group.items():
+            assert torch.equal(tensor, second.state()[name][key]), (name, key)
+    other = make(settings(moments="float32" if moments == "8bit" else "8bit"), seed=1)
+    with pytest.raises(RunError, match=r"has exp_avg.* of another"):
+        other.restore(saved.tensors())
 
 
 def test_a_state_of_another_drafter_is_refused(world: Any, tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def _measure(work: Work, name: PeerName, variant: str) -> dict[str, Any]:
         "first_loss": round(first, 5),
         "batches": len(batches),
         "steps": count,
-        **asked(work),
+        **asked(work, ours=False),
     }
 
 

@@ -67,6 +67,8 @@ def bench_step(
 def _check(work: Work, policies: Sequence[Policy], peers: Sequence[PeerName]) -> None:
     if work.optimizer_state == "bf16" and work.dtype != "bfloat16":
         raise UserError("--optimizer-state bf16 keeps weights in bfloat16, got --dtype float32. Leave one of them out.")
+    if work.optimizer_state == "bf16" and work.moments == "8bit":
+        raise UserError("--optimizer-state bf16 keeps moments in bfloat16, got --moments 8bit. Leave one of them out.")
     if peers and not work.shape.lengths:
         fitting = ", ".join(name for name, shape in SHAPES.items() if shape.lengths)
         raise UserError(
@@ -152,7 +154,7 @@ def _measure(work: Work, policy: Policy, since: float) -> dict[str, Any]:
         "steps": count,
         "noise": work.noise,
         "hog": work.hog,
-        **asked(work, fp8=work.fp8),
+        **asked(work, ours=True),
     }
 
 
@@ -163,8 +165,8 @@ def _step(work: Work, policy: Policy, wire: torch.dtype) -> DrafterStep:
     if work.optimizer_state == "bf16":
         # "float32" is: no working copy beside the weights, whatever these are.
         drafter, settings = drafter.bfloat16(), settings.model_copy(update={"dtype": "float32"})
-    if work.fp8:
-        settings = settings.model_copy(update={"fp8": "on"})
+    small = {"recompute": work.recompute, "moments": work.moments, "offload": work.offload}
+    settings = settings.model_copy(update={"fp8": "on" if work.fp8 else "off"} | small)
     return DrafterStep(drafter, random_ends(shape, device, wire), settings, policy=policy, alarm=_warn)
 
 

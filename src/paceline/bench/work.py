@@ -23,16 +23,23 @@ class Work:
     hog: bool  # a thread that holds the interpreter
     optimizer_state: OptimizerState = "fp32-master"
     clip: bool = True
-    fp8: bool = False  # products of our layers; peers have none
+    # Of ours; peers have none of these.
+    fp8: bool = False
+    recompute: Literal["off", "layers"] = "off"
+    moments: Literal["float32", "8bit"] = "float32"
+    offload: Literal["off", "moments"] = "off"
 
 
-def asked(work: Work, *, fp8: bool = False) -> dict[str, str | bool]:
-    """Return what a row says of how the work was asked for, and done: `fp8` says whether in fp8."""
-    wide = work.optimizer_state == "fp32-master"
+def asked(work: Work, *, ours: bool) -> dict[str, str | bool]:
+    """Return what a row says of how the work was asked for, and done: `ours`, or a peer's, which has less to set."""
+    of = "fp32" if work.optimizer_state == "fp32-master" else "bf16"
+    eight = ours and work.moments == "8bit"
     return {
         "dtype": work.dtype,
-        "fp8": fp8,
-        "optimizer": f"adamw, weights and moments in {'fp32' if wide else 'bf16'}",
+        "fp8": ours and work.fp8,
+        "recompute": work.recompute if ours else "off",
+        "optimizer": f"adamw, weights in {of}, moments in 8 bits" if eight else f"adamw, weights and moments in {of}",
+        "offload": work.offload if ours else "off",
         "clip": work.clip,
         "counted": COUNTED,
     }

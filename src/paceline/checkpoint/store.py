@@ -5,7 +5,7 @@
                                     acceptance, where there is one, likewise
     RUN/checkpoints/step-00001200/      the state after 1,200 optimizer steps
         drafter.safetensors             weights, float32
-        optimizer.safetensors           moments and counts, float32
+        optimizer.safetensors           moments and counts, float32, or codes of a byte with their scales
         state.json                      settings, position, sums, the best so far, the guard's history, versions, what
                                         was read, and `line`, the older checkpoints that it came through
         manifest.json                   size and sha256 of the files above

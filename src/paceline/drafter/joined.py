@@ -115,21 +115,48 @@ class Joined(nn.Module):
 
         `embeds_UH` are the embeddings of `distinct_ids`; `blocks` is (A, B).
         """
-        context_CH = self._normed(self.product(features_CD, self.fc), self.hidden_norm)
-        # No gradient goes here. Chosen, not put together: the residual stream would then be kept for backward twice.
-        A, slots_B = blocks[0], torch.arange(blocks[1], device=embeds_UH.device)
-        x_QH = torch.where(slots_B[:, None] == 0, embeds_UH[:A, None], embeds_UH[A]).flatten(0, 1)
+        context_CH, x = self.context(features_CD), embeds_UH
         for at, layer in enumerate(self.layers):
             assert isinstance(layer, JoinedLayer)
-            q, k, v = (
-                self._first(layer, context_CH, embeds_UH, blocks) if at == 0 else self._qkv(layer, context_CH, x_QH)
-            )
-            out_QX = self._attended(q, k, v, turns, visibility)
-            if at == len(self.layers) - 1:
-                out_QX, x_QH = (_behind_anchors(rows, *blocks) for rows in (out_QX, x_QH))
-            x_QH = x_QH + self.product(out_QX, layer.o_proj)
-            x_QH = x_QH + self._mlp(layer, x_QH)
-        return self._normed(x_QH, self.norm)
+            first, last = at == 0, at == len(self.layers) - 1
+            x = self.through(layer, context_CH, x, blocks, turns, visibility, first=first, last=last)
+        return x
+
+    def context(self, features_CD: Float[Tensor, "C D"]) -> Float[Tensor, "C H"]:
+        """Return what every layer makes keys and values of."""
+        return self._normed(self.product(features_CD, self.fc), self.hidden_norm)
+
+    def through(
+        self,
+        layer: JoinedLayer,
+        context_CH: Float[Tensor, "C H"],
+        x: Float[Tensor, "_ H"],
+        blocks: tuple[int, int],
+        turns: Turns,
+        visibility: Visibility,
+        *,
+        first: bool,
+        last: bool,
+    ) -> Float[Tensor, "_ H"]:
+        """Return the residual stream of Q slots behind a layer.
+
+        The `first` one reads the embeddings of the U distinct inputs, the others the stream of Q slots. What comes
+        behind the `last` one are the hidden states of the N slots with a loss, normalised.
+        """
+        if first:
+            # No gradient goes here. Chosen, not put together: the stream would then be kept for backward twice.
+            A, slots_B = blocks[0], torch.arange(blocks[1], device=x.device)
+            x_QH = torch.where(slots_B[:, None] == 0, x[:A, None], x[A]).flatten(0, 1)
+            q, k, v = self._first(layer, context_CH, x, blocks)
+        else:
+            x_QH = x
+            q, k, v = self._qkv(layer, context_CH, x_QH)
+        out_QX = self._attended(q, k, v, turns, visibility)
+        if last:
+            out_QX, x_QH = (_behind_anchors(rows, *blocks) for rows in (out_QX, x_QH))
+        x_QH = x_QH + self.product(out_QX, layer.o_proj)
+        x_QH = x_QH + self._mlp(layer, x_QH)
+        return self._normed(x_QH, self.norm) if last else x_QH
 
     def _qkv(self, layer: JoinedLayer, context_CH: Tensor, x_QH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return normalised queries (Q, heads, E) and keys, and values (K, heads, E)."""

@@ -36,6 +36,8 @@ def plan_memory(run: RunSettings, console: Console) -> dict[str, Any] | None:
     for device, count in ranks.items():
         if count > 1:
             console.line(f"  {count} ranks share {device} (pipeline.drafters): each needs that much of it")
+    if memory.host:
+        console.line(f"  and {memory.host / 2**30:.2f} GiB of page-locked host memory for its moments (train.offload)")
     if run.train.policy == "eager":
         console.line("  train.policy eager needs more, which is not estimated")
     return {**memory.as_dict(), "slots": slots, "total": total, "ranks": dict(ranks)}

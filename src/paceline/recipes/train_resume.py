@@ -18,7 +18,7 @@ from paceline.train.memory import step_memory
 # What may be another when a run goes on: how it is carried out, but not what it computes beyond rounding; which updates
 # are rejected from now on; and where target and datasets lie, because their fingerprints are compared, and those of
 # the prompts.
-_TRAIN = ("train.policy", "train.log_every", "train.logits_mib")
+_TRAIN = ("train.policy", "train.log_every", "train.logits_mib", "train.recompute", "train.offload")
 _DATA = ("data.prefetch", "data.bad_rows")
 _EVALUATE = tuple(f"evaluate.{key}" for key in ("every_steps", "device", "tau_every_steps", "rows", "disagreement"))
 _HOW = ("run_dir", "target.fast", "pipeline.", "checkpoint.", "guard.", "observe.", *_EVALUATE, *_DATA, *_TRAIN)
@@ -134,10 +134,9 @@ def check_room(run: Path, settings: RunSettings, facts: TargetFacts) -> None:
 
 def state_bytes(settings: RunSettings, facts: TargetFacts) -> int:
     """Return what the tensors of a checkpoint take."""
-    sizes = step_memory(
+    return step_memory(
         settings.drafter, settings.train, hidden_size=facts.hidden_size, vocab_size=facts.vocab_size, tied=False
-    )
-    return sizes.weights + sizes.moments
+    ).saved
 
 
 def _gib(count: int) -> str:

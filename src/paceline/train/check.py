@@ -85,12 +85,11 @@ class Plain:
     gradients: Mapping[str, tuple[float, float]]  # of each weight: squared error and squared length of the plain one
 
     def errors(
-        self, hidden_AbH: Tensor, hits_Ab: Tensor, loss: float, made: Contents, bounds: Bounds
+        self, hidden_kbH: Tensor, hits_kb: Tensor, loss: float, made: Contents, bounds: Bounds
     ) -> dict[str, tuple[float, float]]:
         """Return (error, bound) of everything that the step computed, by what it is; b = B - 1 slots of a block."""
-        checked = made.checked_k
-        hidden_nH, hits_n = hidden_AbH[checked].flatten(0, 1), hits_Ab[checked].flatten()
-        weighed_n = made.valid_AB[checked, 1:].flatten() & self.clear_n
+        hidden_nH, hits_n = hidden_kbH.flatten(0, 1), hits_kb.flatten()
+        weighed_n = made.valid_AB[made.checked_k, 1:].flatten() & self.clear_n
         whole, weight, one = gradient_errors(self.gradients)
         return {
             "a hidden state": (hidden_error(hidden_nH, self.hidden_nH), bounds.hidden),

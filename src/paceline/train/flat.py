@@ -1,8 +1,9 @@
 """A module's weights and gradients, each in one buffer: matrices first, then norms.
 
 Ranks then sum one tensor, and norm, clipping and update are one operation each. What is joined in a leaf lies end to
-end, so that a leaf is a view too, and its gradient is. Leaves begin at multiples of 64 entries, as vectorised kernels
-need; the entries between them are zeros in weights and gradients and stay so.
+end, so that a leaf is a view too, and its gradient is. Leaves begin at multiples of 256 entries: vectorised kernels
+want 64, and moments in 8 bits have a scale for each block of 256, which so belongs to one leaf. The entries between
+leaves are zeros in weights and gradients and stay so.
 
 Shapes: P entries of all weights, S of the matrices.
 """
@@ -14,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-_ALIGNED = 64  # entries
+_ALIGNED = 256  # entries
 
 
 def padded(sizes: Iterable[int]) -> int:
@@ -63,17 +64,25 @@ class Flat:
         }
 
     def named(self, flat: Tensor, first: int = 0) -> dict[str, Tensor]:
-        """Return the parameters' parts of a buffer that lies as the weights do from entry `first` on."""
+        """Return the parameters' parts of a buffer that lies as the weights do from entry `first` on, to its end."""
         parts: dict[str, Tensor] = {}
         for name, (members, _) in self._leaves.items():
             at = self._starts[name] - first
-            if at < 0:
+            if not 0 <= at < len(flat):
                 continue
             for member in members:
                 shape = self._shapes[member]
                 parts[member] = flat[at : at + shape.numel()].view(shape)
                 at += shape.numel()
         return parts
+
+    def blocks(self, flat: Tensor, size: int) -> dict[str, Tensor]:
+        """Return the leaves' parts of a buffer that has an entry for each `size` of theirs, as `leaves` does of all."""
+        return {
+            name: flat[start : start - (-math.prod(shape) // size)]
+            for name, (_, shape) in self._leaves.items()
+            if (start := self._starts[name] // size) < len(flat)
+        }
 
 
 def _leaf_shape(members: Sequence[Tensor]) -> tuple[int, ...]:

@@ -5,47 +5,22 @@ update, with attention over tiles. Dense attention takes more, its masks and wha
 and is not estimated: eager steps, and sizes that do not fit tiles. What is beside the step on the same GPU, a target,
 another rank or features that wait, is not in it.
 
-What backward keeps was read off the joint graph that AOTAutograd's partitioner cuts (torch 2.13). It recomputes next
-to nothing here: nearly everything feeds a matrix product or attention in backward. Of a layer, in the compute format:
-- of a key, context and block slots alike: the input of the products (H), k and v as they come out (2 M E) and k after
-  its norm and rotation (M E); in float32 an rms for each of its heads (M);
-- of a block slot: q before (N E) and after its norm and rotation (N E) and the attention's output (N E); in float32 an
-  rms for each head of q and the attention's logsumexp (2 N);
-- of a block slot behind attention: what the residual stream holds before and behind the MLP and the MLP's normed input
-  (3 H), gate and up (2 F), which give their product again in backward; in float32 an rms for both norms (2).
-In the first layer the products' rows and results are there once for each distinct input (U) instead of for each block
-slot, and v as attention reads it (M E) beside them. Behind the last attention only slots that have a loss are left, and
-the attention's output is there once more, without the others.
-In fp8 products keep what they read as a byte and a scale a row: of the inputs above instead of them, of the attention's
-output, of the features and of all matrices beside them; q's apart from key's and value's, though they read the same.
-Beside the layers: the context before hidden_norm (H and an rms a context slot), and the rotary tables (2 E a key, in
-float32). Features are kept where they lie, in the buffers.
-
-The step's peak is that of one of four phases, all but the last of which also hold hidden states and their gradient
-(2 H a slot that has a loss):
-- loss: activations, and a chunk of logits, which their gradient replaces; in float32 both are there;
-- backward, at its begin: activations, and of the last layer two more of the MLP's width and a matrix's gradient;
-- gradients, at its end: what autograd returns for all weights, and the gradients of the products' inputs of all layers,
-  whose context's parts are summed there;
-- update: AdamW needs nothing, Muon copies of the matrices of a shape.
-
-Shapes: C context slots, A anchors, B block slots, Q = A * B, K = C + Q, U distinct inputs of slots, H width, F width of
-the MLP, N heads, M key/value heads, E head width, L layers, V vocabulary.
+Activations and what is there in passing, by the phases of a step, are in `activations`. With train.offload: moments
+those of matrices lie in host memory, and of the device they take the chunks that pass through it.
 """
 
 import math
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Literal
 
 from paceline.config import DrafterSettings, TrainSettings
 from paceline.drafter.attention import TILE, fits_tiles
-from paceline.drafter.joined import distinct_rows
 from paceline.runtime.compiling import Policy
+from paceline.train import activations
+from paceline.train.activations import Phase
 from paceline.train.flat import padded
-
-Phase = Literal["loss", "backward", "gradients", "update"]
+from paceline.train.moments import CHUNK, STAGED, moments_bytes
 
 # Constants that no shape gives; `benchmarks/step_memory.py` holds the whole estimate against a GPU.
 _WORKSPACE = 96 << 20  # bytes: cuBLAS keeps 32 MiB (Hopper) for each thread and stream: forward, backward, capture
@@ -70,6 +45,7 @@ class StepMemory:
     weights: int  # float32, what is trained and saved
     gradients: int  # float32 sums
     moments: int
+    chunks: int  # of moments in host memory, on their way; 0 where none are
     working_copy: int  # of the matrices, in bfloat16; 0 where the weights themselves are used
     ends: int  # the target's embedding and head
     buffers: int  # the micro-batch at the one shape
@@ -77,6 +53,7 @@ class StepMemory:
     temporaries: int
     workspace: int
     peak: Phase  # when it is reached, which says what the temporaries are
+    host: int  # moments in host memory, page-locked; not of the device's bytes
 
     @property
     def total(self) -> int:
@@ -84,11 +61,12 @@ class StepMemory:
         return sum(self.parts().values())
 
     def parts(self) -> dict[str, int]:
-        """Return the bytes of each part by its name for a person."""
+        """Return the bytes of each part on the device by its name for a person."""
         return {
             "weights": self.weights,
             "gradients": self.gradients,
             "moments": self.moments,
+            **({"chunks of moments": self.chunks} if self.chunks else {}),
             "working copy": self.working_copy,
             "embedding and head": self.ends,
             "buffers": self.buffers,
@@ -97,8 +75,19 @@ class StepMemory:
             "workspace": self.workspace,
         }
 
+    @property
+    def stays(self) -> int:
+        """Bytes that are there between two steps."""
+        lasting = (self.weights, self.gradients, self.moments, self.chunks, self.working_copy, self.ends, self.buffers)
+        return sum(lasting)
+
+    @property
+    def saved(self) -> int:
+        """Bytes of the tensors of a checkpoint."""
+        return self.weights + self.moments + self.host
+
     def as_dict(self) -> dict[str, int | str]:
-        """Return every part in bytes, their sum and when the peak is."""
+        """Return every part in bytes, the device's sum and when the peak is."""
         return {**asdict(self), "total": self.total}
 
 
@@ -112,42 +101,31 @@ def step_memory(
     C, A, B, H = train.context_slots, train.anchor_slots, drafter.block_size, hidden_size
     mixed = train.dtype == "bfloat16"
     wire = 2 if mixed else 4
-    matrices, norms = _matrices(drafter, H), _norms(drafter, H)
-    matrix_entries, norm_entries = _entries(matrices), sum(norms)
-    flat_matrices, flat_norms = padded(_leaves(drafter, H)), padded(norms)  # as the step lays them
-    muon = train.optimizer == "muon"
-    adam = flat_norms if muon else flat_matrices + flat_norms
-    steps = len(norms) if muon else len(matrices) + len(norms)  # AdamW counts them for each weight, in float32
-    activations = _activations(drafter, C, A, H, wire)
-    activations += _kept_in_fp8(drafter, C, A, H) if train.fp8 == "on" else 0
-    rows, wide = A * (B - 1), wire * drafter.intermediate_size
-    # Of the head's logits: their kernel puts the gradient over them; without it logits and gradient are there.
-    # In fp8 the gradient lies beside them, and so do two copies of the head.
-    fp8 = train.fp8 == "on"
-    logit, held = (4, 8) if not mixed else (3, 3) if fp8 else (2, 2)
-    chunk = min(rows, max(1, (train.logits_mib << 20) // (logit * vocab_size)))  # at most; the loss prefers a divisor
-    hidden = 2 * wire * H * rows
-    phases: dict[Phase, tuple[int, int]] = {  # activations and temporaries that are there together
-        "loss": (activations, hidden + chunk * vocab_size * held),
-        "backward": (activations, hidden + wide * (2 * rows + H)),
-        "gradients": (
-            0,
-            hidden + wire * matrix_entries + 4 * norm_entries + _context_gradients(drafter, C, A, H, wire),
-        ),
-        "update": (0, _newton_schulz(matrices) if muon else 0),
-    }
+    matrices, norms = activations.matrices(drafter, H), activations.norms(drafter, H)
+    flat_matrices, flat_norms = padded(activations.leaves(drafter, H)), padded(norms)  # as the step lays them
+    phases = activations.phases(drafter, train, H, vocab_size)
     peak = max(phases, key=lambda phase: sum(phases[phase]))
+    if train.optimizer == "muon":
+        of_matrices, steps = 4 * activations.total(matrices), len(norms)
+    else:
+        of_matrices, steps = moments_bytes(train.moments, flat_matrices), len(matrices) + len(norms)
+    away = train.offload == "moments"
+    maps = 4 * 1022 if train.moments == "8bit" else 0  # of 256 values each, and what lies in the middle of two
     return StepMemory(
         weights=4 * (flat_matrices + flat_norms),
         gradients=4 * (flat_matrices + flat_norms),
-        moments=8 * adam + 4 * steps + (4 * matrix_entries if muon else 0),
+        # AdamW counts steps for each weight, in float32.
+        moments=8 * flat_norms + 4 * steps + maps + (0 if away else of_matrices),
+        chunks=STAGED * moments_bytes(train.moments, min(CHUNK, flat_matrices)) if away else 0,
         working_copy=2 * flat_matrices if mixed else 0,
-        ends=vocab_size * H * (wire * (1 if tied else 2) + (2 if fp8 else 0)),
+        # In fp8 there are two copies of the head beside it.
+        ends=vocab_size * H * (wire * (1 if tied else 2) + (2 if train.fp8 == "on" else 0)),
         buffers=C * (len(drafter.taps) * H * wire + 8) + A * (4 * 8 + B * 9),
         activations=phases[peak][0],
         temporaries=phases[peak][1],
         workspace=_WORKSPACE,
         peak=peak,
+        host=of_matrices if away else 0,
     )
 
 
@@ -217,75 +195,6 @@ def advice(
         f"{said}. The smallest micro-batch there is needs {gib(least)}, nearly all of it for weights, gradients, "
         f"moments, embedding and head. {lower} drafter.layers, or use a device with more memory in pipeline.drafters."
     )
-
-
-def _matrices(drafter: DrafterSettings, H: int) -> list[tuple[int, int]]:
-    """Return rows and columns of every matrix."""
-    q, kv, F = drafter.heads * drafter.head_dim, drafter.kv_heads * drafter.head_dim, drafter.intermediate_size
-    layer = [(q, H), (kv, H), (kv, H), (H, q), (F, H), (F, H), (H, F)]
-    return [(H, len(drafter.taps) * H), *layer * drafter.layers]
-
-
-def _leaves(drafter: DrafterSettings, H: int) -> list[int]:
-    """Return the entries of every leaf of matrices: k and v are one, and gate and up."""
-    q, kv, F = drafter.heads * drafter.head_dim, drafter.kv_heads * drafter.head_dim, drafter.intermediate_size
-    return [len(drafter.taps) * H * H, *[q * H, 2 * kv * H, H * q, 2 * F * H, H * F] * drafter.layers]
-
-
-def _norms(drafter: DrafterSettings, H: int) -> list[int]:
-    """Return the entries of every norm's weight."""
-    return [H, H, *[H, H, drafter.head_dim, drafter.head_dim] * drafter.layers]
-
-
-def _entries(matrices: list[tuple[int, int]]) -> int:
-    return sum(rows * columns for rows, columns in matrices)
-
-
-def _activations(drafter: DrafterSettings, C: int, A: int, H: int, wire: int) -> int:
-    """Return what backward keeps, as the module's docstring lists it."""
-    N, M, E, L = drafter.heads, drafter.kv_heads, drafter.head_dim, drafter.layers
-    Q, rows, U = A * drafter.block_size, A * (drafter.block_size - 1), distinct_rows(A)
-    K = C + Q
-
-    def layer(inputs: int, behind: int) -> int:
-        """Of so many inputs of block slots, and block slots behind attention."""
-        keys = C + inputs
-        before = wire * (keys * (H + 2 * M * E) + inputs * N * E) + 4 * (keys * M + inputs * N)
-        attention = wire * (2 * Q * N * E + K * M * E) + 4 * Q * N
-        return before + attention + behind * (wire * (3 * H + 2 * drafter.intermediate_size) + 4 * 2)
-
-    layers = sum(layer(U if at == 0 else Q, rows if at == L - 1 else Q) for at in range(L))
-    return layers + wire * (K * M * E + rows * N * E) + C * (wire * H + 4) + 8 * K * E
-
-
-def _kept_in_fp8(drafter: DrafterSettings, C: int, A: int, H: int) -> int:
-    """Return what backward keeps more where products are in fp8: a byte, also where it was nothing or two."""
-    N, E, F, L = drafter.heads, drafter.head_dim, drafter.intermediate_size, drafter.layers
-    Q, rows, U = A * drafter.block_size, A * (drafter.block_size - 1), distinct_rows(A)
-
-    def layer(inputs: int, behind: int) -> int:
-        own = inputs * H + behind * (N * E + F)  # of q and o_proj, whose inputs are there anyway, and of down_proj
-        return own - (C + inputs) * H - behind * H + 4 * (C + 2 * inputs + 3 * behind)
-
-    layers = sum(layer(U if at == 0 else Q, rows if at == L - 1 else Q) for at in range(L))
-    matrices = _matrices(drafter, H)
-    weights = _entries(matrices) + 4 * sum(outputs for outputs, _ in matrices)
-    return layers - 2 * rows * N * E + C * (len(drafter.taps) * H + 4) + weights
-
-
-def _context_gradients(drafter: DrafterSettings, C: int, A: int, H: int, wire: int) -> int:
-    """Return what is left at the end of backward beside the weights' gradients: those of the products' inputs."""
-    return wire * H * (drafter.layers * (C + A * drafter.block_size) + 2 * C)
-
-
-def _newton_schulz(matrices: list[tuple[int, int]]) -> int:
-    """Return the temporaries of Muon for the largest group of matrices of one shape.
-
-    An entry is there twice in float32, as update and in the stack, and twice in bfloat16, before and after an
-    iteration, which has three square matrices.
-    """
-    counts = {shape: matrices.count(shape) for shape in matrices}
-    return max(n * (12 * r * c + 3 * 2 * min(r, c) ** 2) for (r, c), n in counts.items())
 
 
 def _options(drafter: DrafterSettings, train: TrainSettings, needs: Callable[..., int], goal: int) -> str:

@@ -3,19 +3,23 @@
 Nothing here reads a device value on the host: the rate and whether a step applies are tensors. Optimizers are fused or
 written out; torch's foreach ones ask `is_compiling()`, which is true in every thread while one compiles (torch 2.13).
 
-Shapes: P entries of all weights that AdamW updates, S of those that have a copy in another format.
+Shapes: P entries of all weights that AdamW updates, S of the matrices, which may have a copy in another format, R
+blocks of 256 entries.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
 from paceline.config import TrainSettings
 from paceline.runtime.compiling import OneShape
+from paceline.train.eight_bit import Maps, maps, plain, quantized
 from paceline.train.flat import Flat
+from paceline.train.moments import Moments
 
 _QUINTIC = (3.4445, -4.7750, 2.0315)  # Newton-Schulz coefficients of Muon (github.com/KellerJordan/Muon)
 _QUINTIC_STEPS = 5
@@ -51,6 +55,7 @@ class Optimizer:
 
     `copy_S`, the matrices in another format, is brought up to date by every step. With `one_pass` AdamW is
     `adamw_pass`, compiled, which writes that copy as it goes; else it is torch's own. Both work on the same moments.
+    Those of matrices may have 8 bits or lie in host memory (see `moments`): that pass, compiled or not, does it then.
     """
 
     def __init__(
@@ -69,13 +74,13 @@ class Optimizer:
         self.divisor = torch.ones((), dtype=torch.float32, device=device)
         matrices = [p for p in flat.parameters.values() if p.ndim > 1]
         norms = [p for p in flat.parameters.values() if p.ndim <= 1]
-        decayed = {"params": matrices, "weight_decay": settings.weight_decay}
-        kept = {"params": norms, "weight_decay": 0.0}
+        # Torch's own knows moments of the weights' format that lie beside them.
+        special = settings.moments != "float32" or settings.offload != "off"
         self.muon: Muon | None = None
-        groups = [decayed, kept]
         if settings.optimizer == "muon":
             self.muon = Muon(matrices, momentum=settings.betas[1], weight_decay=settings.weight_decay)
-            groups = [kept]
+        groups = [{"params": matrices, "weight_decay": settings.weight_decay}] * (self.muon is None and not special)
+        groups.append({"params": norms, "weight_decay": 0.0})
         self.adamw = torch.optim.AdamW(
             groups, lr=self.lr, betas=settings.betas, fused=True, capturable=device.type == "cuda"
         )
@@ -83,43 +88,67 @@ class Optimizer:
         self.adamw.found_inf = self.skip  # type: ignore[attr-defined]
         self.adamw.grad_scale = self.divisor  # type: ignore[attr-defined]
         # Moments as flat as the weights, and a count for each weight, which checkpoints have.
-        self._first = flat.matrix_entries if self.muon else 0
-        self._mean_P = torch.zeros_like(flat.weights_P[self._first :])
-        self._square_P = torch.zeros_like(self._mean_P)
+        S, P = flat.matrix_entries, len(flat.weights_P)
         updated = [name for name, p in flat.parameters.items() if p.ndim <= 1 or not self.muon]
         self._steps = torch.zeros(len(updated), dtype=torch.float32, device=device)
-        means, squares = (flat.named(moment, self._first) for moment in (self._mean_P, self._square_P))
-        for name, count in zip(updated, self._steps, strict=True):
-            self.adamw.state[flat.parameters[name]] = {
-                "step": count, "exp_avg": means[name], "exp_avg_sq": squares[name],
-            }  # fmt: skip
-        # Weight decay, and what of the weights it applies to.
-        self._regions = [(settings.weight_decay, slice(0, flat.matrix_entries))] * (not self.muon)
-        self._regions += [(0.0, slice(flat.matrix_entries, len(flat.weights_P)))]
-        self._pass = OneShape(adamw_pass, instead=adamw_pass, alarm=alarm) if one_pass else None
+        self._counts = dict(zip(updated, self._steps, strict=True))
+
+        def called(run: Callable[..., None]) -> Callable[..., None]:
+            return OneShape(run, instead=run, alarm=alarm) if one_pass else run
+
+        plain = called(adamw_pass)
+        self._regions = [_Region(S, P, 0.0, Moments(flat.weights_P[S:], "float32", offload=False), plain)]
+        if self.muon is None:
+            moments = Moments(flat.weights_P[:S], settings.moments, offload=settings.offload == "moments")
+            run, more = plain, ()
+            if settings.moments == "8bit":
+                run, more = called(adamw_pass_8bit), (maps(device),)
+            self._regions.insert(0, _Region(0, S, settings.weight_decay, moments, run, more))
+        self._in_passes = one_pass or special
+        self._fill_torchs_own()
+
+    def _fill_torchs_own(self) -> None:
+        """Let torch's own optimizer work on these moments and counts."""
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self._flat.parameters.items()}
+        kept = self._adamw_state()
+        for parameter in (p for group in self.adamw.param_groups for p in group["params"]):
+            kinds = ("step", "exp_avg", "exp_avg_sq")
+            self.adamw.state[parameter] = {kind: kept[f"{kind}.{names[parameter]}"] for kind in kinds}
+
+    def _adamw_state(self) -> dict[str, Tensor]:
+        kept = {f"step.{name}": count for name, count in self._counts.items()}
+        for region in self._regions:
+            kept |= region.moments.state(self._flat, region.start)
+        return kept
 
     @property
     def recompiles(self) -> int:
         """Calls that torch would have compiled again after warm-up."""
-        return self._pass.recompiles if self._pass else 0
+        runs = {region.run for region in self._regions}
+        return sum(run.recompiles for run in runs if isinstance(run, OneShape))
 
-    def state(self, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
-        """Return what a step leaves for the next, as `kind.weight`: live tensors."""
-        kept = {f"{kind}.{names[p]}": tensor for p, kinds in self.adamw.state.items() for kind, tensor in kinds.items()}
+    def state(self) -> dict[str, Tensor]:
+        """Return what a step leaves for the next, as `kind.weight`: live tensors, some in host memory."""
+        kept = self._adamw_state()
         if self.muon is not None:
-            pairs = zip(self.muon.matrices, self.muon.buffers, strict=True)
-            kept |= {f"momentum.{names[matrix]}": buffer for matrix, buffer in pairs}
+            names = [name for name, p in self._flat.parameters.items() if p.ndim > 1]
+            kept |= {f"momentum.{name}": buffer for name, buffer in zip(names, self.muon.buffers, strict=True)}
         return kept
+
+    def wait(self) -> None:
+        """Wait until host memory holds what the steps so far have left there."""
+        for region in self._regions:
+            region.moments.wait()
 
     def step(self) -> None:
         """Apply the gradients at rate `lr`, unless `skip` is 1."""
         if self.muon is not None:
             self.muon.step(self.lr, self.skip, self.divisor)
-        if self._pass is None:
-            self.adamw.step()
+        if self._in_passes:
+            self._run_passes()
         else:
-            self._one_pass(self._pass)
-        if self._pass is None or self.muon is not None:
+            self.adamw.step()
+        if not self._in_passes or self.muon is not None:
             self.refresh()
 
     @torch.no_grad()
@@ -129,54 +158,109 @@ class Optimizer:
             self._copy_S.copy_(self._flat.weights_P[: len(self._copy_S)])
 
     @torch.no_grad()
-    def _one_pass(self, run: OneShape) -> None:
+    def _run_passes(self) -> None:
         first, second = self._betas
         self._steps += 1 - self.skip
         # In float64, which near 1 they need, and out of the pass, which would work them out for every entry.
         count, lr = self._steps[0].double(), self.lr.double()
         rate = (lr / (1 - first**count)).float()
         root = (1 - second**count).sqrt().float()
-        for decay, region in self._regions:
-            moments = slice(region.start - self._first, region.stop - self._first)
-            run(
-                self._flat.weights_P[region],
-                self._flat.gradients_P[region],
-                self._mean_P[moments],
-                self._square_P[moments],
-                self._copy_S if region.start == 0 else None,
-                (self.skip, self.divisor, rate, root, (1 - lr * decay).float()),
-                self._betas,
-            )
+        for region in self._regions:
+            scalars = (self.skip, self.divisor, rate, root, (1 - lr * region.decay).float())
+            copy_P = self._copy_S if region.start == 0 else None
+            for place, moments in region.moments.each():
+                there = slice(region.start + place.start, region.start + place.stop)
+                region.run(
+                    self._flat.weights_P[there],
+                    self._flat.gradients_P[there],
+                    moments,
+                    None if copy_P is None else copy_P[there],
+                    scalars,
+                    self._betas,
+                    *region.more,
+                )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Region:
+    """Weights from one entry to another that are updated alike: `run` is a pass, `more` what only that one takes."""
+
+    start: int
+    stop: int
+    decay: float
+    moments: Moments
+    run: Callable[..., None]
+    more: tuple[object, ...] = ()
+
+
+Scalars = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def adamw_pass(
     weights_P: Float[Tensor, " P"],
     gradients_P: Float[Tensor, " P"],
-    mean_P: Float[Tensor, " P"],
-    square_P: Float[Tensor, " P"],
+    moments: tuple[Float[Tensor, " P"], Float[Tensor, " P"]],
     copy_P: Float[Tensor, " P"] | None,
-    scalars: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    scalars: Scalars,
     betas: tuple[float, float],
 ) -> None:
     """Update weights and moments in place as torch's AdamW does, and write the weights' copy: one pass over memory.
 
-    `scalars` are whether to skip, what gradients are divided by, the rate over the mean's bias correction, the root of
-    the square's, and what weight decay leaves of a weight. Computed in float32 or wider, whatever the formats are.
+    `moments` are mean and square. `scalars` are whether to skip, what gradients are divided by, the rate over the
+    mean's bias correction, the root of the square's, and what weight decay leaves of a weight. Computed in float32 or
+    wider, whatever the formats are.
     """
-    skip, divisor, rate, root, kept = scalars
     wide = torch.promote_types(weights_P.dtype, torch.float32)
-    old, old_mean, old_square = weights_P.to(wide), mean_P.to(wide), square_P.to(wide)
-    gradient = gradients_P.to(wide) / divisor
-    mean = torch.lerp(old_mean, gradient, 1 - betas[0])
-    square = old_square * betas[1] + gradient * gradient * (1 - betas[1])
+    old_mean, old_square = (moment.to(wide) for moment in moments)
+    apply, mean, square = _updated(weights_P, gradients_P, old_mean, old_square, copy_P, scalars, betas)
+    moments[0].copy_(torch.where(apply, mean, old_mean))
+    moments[1].copy_(torch.where(apply, square, old_square))
+
+
+def adamw_pass_8bit(
+    weights_P: Float[Tensor, " P"],
+    gradients_P: Float[Tensor, " P"],
+    moments: tuple[UInt8[Tensor, " P"], Float[Tensor, " R"], UInt8[Tensor, " P"], Float[Tensor, " R"]],
+    copy_P: Float[Tensor, " P"] | None,
+    scalars: Scalars,
+    betas: tuple[float, float],
+    maps: Maps,
+) -> None:
+    """Do what `adamw_pass` does over moments of 8 bits (see `eight_bit`): codes and scales of mean and square.
+
+    A weight is updated by its moments as they are before they are stored.
+    """
+    wide = torch.promote_types(weights_P.dtype, torch.float32)
+    old = [plain(moments[at], moments[at + 1], maps[at]).to(wide) for at in (0, 2)]
+    apply, *new = _updated(weights_P, gradients_P, *old, copy_P, scalars, betas)
+    for at, moment in zip((0, 2), new, strict=True):
+        codes_P, scales_R = quantized(moment.float(), maps[at + 1])
+        moments[at].copy_(torch.where(apply, codes_P, moments[at]))
+        moments[at + 1].copy_(torch.where(apply, scales_R, moments[at + 1]))
+
+
+def _updated(
+    weights_P: Tensor,
+    gradients_P: Tensor,
+    old_mean_P: Tensor,
+    old_square_P: Tensor,
+    copy_P: Tensor | None,
+    scalars: Scalars,
+    betas: tuple[float, float],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Update weights and their copy; return whether that was to be done, and the new moments."""
+    skip, divisor, rate, root, kept = scalars
+    old = weights_P.to(old_mean_P.dtype)
+    gradient = gradients_P.to(old_mean_P.dtype) / divisor
+    mean = torch.lerp(old_mean_P, gradient, 1 - betas[0])
+    square = old_square_P * betas[1] + gradient * gradient * (1 - betas[1])
     new = old * kept - rate * mean / (square.sqrt() / root + _ADAM_EPS)
     apply = skip == 0
     weights = torch.where(apply, new, old).to(weights_P.dtype)
     weights_P.copy_(weights)
-    mean_P.copy_(torch.where(apply, mean, old_mean))
-    square_P.copy_(torch.where(apply, square, old_square))
     if copy_P is not None:
         copy_P.copy_(weights)
+    return apply, mean, square
 
 
 class Muon:

@@ -93,7 +93,7 @@ class DrafterRank:
         there = step_memory(
             self._drafter, self._train, hidden_size=self._hidden_size, vocab_size=self._vocab_size, tied=self._tied
         )
-        self._held = there.weights + there.gradients + there.moments + there.working_copy + there.ends + there.buffers
+        self._held = there.stays
         # Asked before, while nobody else works: afterwards, what the failed rehearsal still holds, broken captures too,
         # could not be told from what others hold.
         room, total = _room(self.device)

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -22,7 +23,8 @@ from torch import Tensor, nn
 
 from paceline import blocks
 from paceline.config import TrainSettings
-from paceline.drafter.attention import Dense, Visibility, block_sparse, fits_tiles
+from paceline.drafter.attention import Dense, Sparse, Visibility, block_sparse, fits_tiles
+from paceline.drafter.block_attention import Ranges
 from paceline.drafter.ends import FrozenEnds
 from paceline.drafter.float8 import halves8, linear8
 from paceline.drafter.fused_head import FrozenHead8, fused_head_loss, has_kernel, head_in_fp8
@@ -33,6 +35,7 @@ from paceline.records import FeatureBatch, RunError, StepReport, TokenBatch
 from paceline.runtime.capture import Captured, new_pool
 from paceline.runtime.compiling import OneShape, Policy
 from paceline.train import check
+from paceline.train.backward import Backward, ByLayers, at_once, collect
 from paceline.train.flat import Flat
 from paceline.train.look import Look, checksum
 from paceline.train.optim import Optimizer
@@ -84,7 +87,7 @@ class DrafterStep:
         products = (linear8, halves8) if settings.fp8 == "on" else ()
         self._working, self._leaves = Joined(shape, working, *products), list(working.values())
         self.gradients = self._flat.gradients_P
-        self._summed = list(self._flat.leaves(self.gradients).values())
+        self._summed = dict(zip(self._leaves, self._flat.leaves(self.gradients).values(), strict=True))
         # Head products run in the compute format; the loss itself is float32 or wider.
         self.ends = ends.to(self.device, wire)
 
@@ -115,17 +118,19 @@ class DrafterStep:
         self.counts_5 = torch.zeros(5, dtype=torch.float64, device=self.device)
         self.optimizer = Optimizer(self._flat, settings, copy_S=copy_S, one_pass=policy != "eager", alarm=alarm)
         self._sparse = policy != "eager" and self.device.type == "cuda" and fits_tiles(C, A, B)
+        self._compiled, self._alarm = list[OneShape](), alarm  # what is compiled of a micro-batch
         self._forward: Callable[[Visibility, Turns], Tensor] = self._hidden
+        self._by_layers: ByLayers | None = None
+        if settings.recompute == "layers":
+            self._by_layers = ByLayers(self._working, (A, B), self._as_told)
+        else:
+            self._forward = self._as_told(self._hidden)
         self._head: Tensor | FrozenHead8 = self.ends.head_VH
-        self._head_loss: Callable[..., HeadLoss] = head_loss
-        if policy != "eager":
-            self._forward = OneShape(
-                self._hidden, instead=lambda _, turns: self._hidden(self._dense(), turns), alarm=alarm
-            )
-            self._head_loss = OneShape(head_loss, instead=head_loss, alarm=alarm)
-            if has_kernel(self.ends.head_VH):
-                self._head_loss = fused_head_loss
-                self._head = head_in_fp8(self.ends.head_VH) if settings.fp8 == "on" else self._head
+        self._head_loss: Callable[..., HeadLoss] = fused_head_loss
+        if policy == "eager" or not has_kernel(self.ends.head_VH):
+            self._head_loss = self._as_told(head_loss)
+        elif settings.fp8 == "on":
+            self._head = head_in_fp8(self.ends.head_VH)
         # By whether it is the first of a step, which writes its gradients where the others add: nothing is cleared.
         self._micro: Callable[[bool], None] = self._run_micro
         self._first = True
@@ -134,8 +139,18 @@ class DrafterStep:
     @property
     def recompiles(self) -> int:
         """Calls that torch would have compiled again after warm-up."""
-        parts = (self._forward, self._head_loss)
-        return self.optimizer.recompiles + sum(part.recompiles for part in parts if isinstance(part, OneShape))
+        return self.optimizer.recompiles + sum(part.recompiles for part in self._compiled)
+
+    def _as_told(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return how a function of a micro-batch is called under the policy."""
+        if self.policy == "eager":
+            return function
+
+        def without_tiles(*given: Any) -> Any:  # which only compiled code goes through one by one
+            return function(*(self._dense() if isinstance(part, Sparse | Ranges) else part for part in given))
+
+        self._compiled.append(OneShape(function, instead=without_tiles, alarm=self._alarm))
+        return self._compiled[-1]
 
     def load(self, batch: FeatureBatch) -> None:
         """Copy a micro-batch into the buffers; what it does not fill is masked."""
@@ -221,14 +236,15 @@ class DrafterStep:
         made.fill(own)
         made = replace(made, features_CD=own.features_CD)  # which hold the same: one of the two is enough
         self.clear()
-        hidden_NH = self._forward(self._visibility(), self._turns()).detach()
+        hidden_NH = self._ahead()[0].detach()
         hits_N = self._through_head(hidden_NH, own.valid_AB * self.weights_B)[1]
+        A, checked = len(own.start_A), made.checked_k
+        hidden_kbH, hits_kb = hidden_NH.view(A, -1, hidden_NH.shape[1])[checked], hits_N.view(A, -1)[checked]
+        del hidden_NH  # of all blocks, which a step has no room for beside its own
         self._run_micro(first=True)
         parts = self._flat.named(self.gradients)
         plain = check.plain(self.drafter, self.ends, made, self.weights_B, bounds.hidden, parts.__getitem__)
-        A = len(own.start_A)
-        hidden_AbH, hits_Ab = hidden_NH.view(A, -1, hidden_NH.shape[1]), hits_N.view(A, -1)
-        found = plain.errors(hidden_AbH, hits_Ab, float(self.micro_sums[0]), made, bounds)
+        found = plain.errors(hidden_kbH, hits_kb, float(self.micro_sums[0]), made, bounds)
         check.hold(found, device=self.device, fp8=fp8)
         return self._told()
 
@@ -289,10 +305,8 @@ class DrafterStep:
         )
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Return what outlives a step, by the file that keeps it: live tensors."""
-        weights = dict(self.drafter.named_parameters())
-        names: dict[Tensor, str] = {parameter: name for name, parameter in weights.items()}
-        return {"drafter": dict[str, Tensor](weights), "optimizer": self.optimizer.state(names)}
+        """Return what outlives a step, by the file that keeps it: live tensors, some of them in host memory."""
+        return {"drafter": dict[str, Tensor](self.drafter.named_parameters()), "optimizer": self.optimizer.state()}
 
     @torch.no_grad()
     def restore(self, saved: Iterable[tuple[str, str, Tensor]]) -> None:
@@ -301,10 +315,11 @@ class DrafterStep:
         Raises:
             RunError: the state is not that of this drafter and optimizer.
         """
+        self.optimizer.wait()  # for what an update would put over it
         left = {(file, name): tensor for file, group in self.state().items() for name, tensor in group.items()}
         for file, name, tensor in saved:
             own = left.pop((file, name), None)
-            if own is None or own.shape != tensor.shape:
+            if own is None or (own.shape, own.dtype) != (tensor.shape, tensor.dtype):
                 raise RunError(f"A checkpoint must hold this drafter's state, but its {file} has {name} of another.")
             own.copy_(tensor)
         if left:
@@ -314,13 +329,12 @@ class DrafterStep:
     def _run_micro(self, first: bool) -> None:
         own = self.buffers
         weights_AB = own.valid_AB * self.weights_B
-        hidden_NH = self._forward(self._visibility(), self._turns())
+        hidden_NH, backward = self._ahead()
         loss, hits_N, grad_NH = self._through_head(hidden_NH.detach(), weights_AB)
-        gradients = torch.autograd.grad(hidden_NH, self._leaves, grad_NH)
-        collect = torch._foreach_copy_ if first else torch._foreach_add_
-        matrices = sum(leaf.ndim > 1 for leaf in self._leaves)
-        for part in (slice(matrices), slice(matrices, None)):  # of one format each: torch is slow with a mixture
-            collect(self._summed[part], gradients[part])
+        parts = backward(grad_NH)
+        del hidden_NH, grad_NH, backward  # they go as soon as backward does not need them
+        for part in parts:
+            collect(part, self._summed, first=first)
         valid_AK = own.valid_AB[:, 1:]
         right_AK = hits_N.view_as(valid_AK) & valid_AK
         self.micro_sums.copy_(torch.stack([loss.double(), weights_AB.sum()]))
@@ -369,9 +383,18 @@ class DrafterStep:
         positions_Q = blocks.block_positions(own.position_A, len(self.weights_B)).flatten()
         return turns(torch.cat([own.positions_C, positions_Q]), self.drafter.settings, own.features_CD.dtype)
 
+    def _ahead(self) -> tuple[Float[Tensor, "N H"], Backward]:
+        """Return the hidden states behind the anchors and their backward."""
+        if self._by_layers is None:
+            hidden_NH = self._forward(self._visibility(), self._turns())
+            return hidden_NH, at_once(hidden_NH, self._leaves)
+        return self._by_layers.forward(self.buffers.features_CD, self._embeds(), self._turns(), self._visibility())
+
     def _hidden(self, visibility: Visibility, turns: Turns) -> Float[Tensor, "N H"]:
         """Return the drafter's output at the slots behind the anchors, N = A * (B - 1)."""
         own = self.buffers
-        ids_U = distinct_ids(own.token_A, self.drafter.settings.mask_token_id)
-        embeds_UH = self.ends.embed(ids_U[None])[0].to(own.features_CD.dtype)
-        return self._working(own.features_CD, embeds_UH, tuple(own.labels_AB.shape), turns, visibility)
+        return self._working(own.features_CD, self._embeds(), tuple(own.labels_AB.shape), turns, visibility)
+
+    def _embeds(self) -> Float[Tensor, "U H"]:
+        ids_U = distinct_ids(self.buffers.token_A, self.drafter.settings.mask_token_id)
+        return self.ends.embed(ids_U[None])[0].to(self.buffers.features_CD.dtype)

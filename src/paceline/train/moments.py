@@ -1,0 +1,146 @@
+"""AdamW's moments of a run of flat weights: their format, and whether they lie on the device or in host memory.
+
+Those in host memory pass through the device in chunks while weights are updated: one is copied in, one is updated and
+one is copied back at the same time, on streams of their own, which a CUDA graph takes along. That memory is page-locked
+where it lies: torch's own pinned memory is rounded up to a power of two.
+
+Shapes: S entries of the weights, R = S / 256 blocks.
+"""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from paceline.records import RunError
+from paceline.train.eight_bit import BLOCK
+from paceline.train.flat import Flat
+
+Format = Literal["float32", "8bit"]
+# Kinds of tensors of a format, by the name under which they are saved, with how many entries share one of them. What is
+# called float32 is in the weights' own format, which nothing but a test or a benchmark changes.
+KINDS: dict[Format, dict[str, int]] = {
+    "float32": {"exp_avg": 1, "exp_avg_sq": 1},
+    "8bit": {"exp_avg_codes": 1, "exp_avg_scales": BLOCK, "exp_avg_sq_codes": 1, "exp_avg_sq_scales": BLOCK},
+}
+CHUNK = 2**24  # entries that pass through the device at once, 64 MiB of a float32 moment: a copy runs at full speed
+STAGED = 2  # chunks on the device: one comes in while another goes back
+
+
+class Moments:
+    """Zeros at first. `parts` are the live tensors, in the order of the format's kinds."""
+
+    def __init__(self, weights_S: Float[Tensor, " S"], form: Format, *, offload: bool) -> None:
+        """Allocate.
+
+        Raises:
+            RunError: with `offload`, host memory for them, which a GPU can read, is not to be had.
+        """
+        device, S = weights_S.device, len(weights_S)
+        self._kinds, self._offload, self._device = KINDS[form], offload, device
+
+        def zeros(entries: int, where: torch.device) -> tuple[Tensor, ...]:
+            return tuple(
+                torch.zeros(entries // each, dtype=_dtype(form, each, weights_S.dtype), device=where)
+                for each in self._kinds.values()
+            )
+
+        if not offload:
+            self.parts = zeros(S, device)
+            return
+        self._staged = [zeros(min(CHUNK, S), device) for _ in range(STAGED)]
+        self._streams: tuple[torch.cuda.Stream, ...] = ()  # in and back
+        try:
+            self.parts = zeros(S, torch.device("cpu"))
+            if device.type == "cuda":
+                self._streams = (torch.cuda.Stream(device), torch.cuda.Stream(device))
+                _lock_pages(self.parts, device)
+        except RuntimeError as error:
+            raise RunError(
+                f"train.offload: moments needs {moments_bytes(form, S) / 2**30:.1f} GiB of page-locked host memory, "
+                f"but the system does not give as much ({str(error).splitlines()[0]}). Set train.moments to 8bit, or "
+                "train.offload to off."
+            ) from error
+
+    def each(self) -> Iterator[tuple[slice, tuple[Tensor, ...]]]:
+        """Yield places in the weights and their moments on the device, which are to be updated in place.
+
+        The current stream must be that of the update. On a GPU nothing waits for the device.
+        """
+        if not self._offload:
+            yield slice(0, len(self.parts[0])), self.parts
+            return
+        cuda = bool(self._streams)
+        current = torch.cuda.current_stream(self._device) if cuda else None
+        gone: list[torch.cuda.Event | None] = [None] * STAGED  # made anew each time: a graph waits for none of before
+        S = len(self.parts[0])
+        if current is not None:
+            self._streams[0].wait_stream(current)
+        for at, first in enumerate(range(0, S, CHUNK)):
+            place = slice(first, min(first + CHUNK, S))
+            there = self._cut(self.parts, place)
+            here = self._cut(self._staged[at % STAGED], slice(0, place.stop - place.start))
+            with torch.cuda.stream(self._streams[0]) if cuda else nullcontext():
+                if (free := gone[at % STAGED]) is not None:
+                    self._streams[0].wait_event(free)
+                for part, home in zip(here, there, strict=True):
+                    part.copy_(home, non_blocking=True)
+            if current is not None:
+                current.wait_stream(self._streams[0])
+            yield place, here
+            if current is not None:
+                self._streams[1].wait_stream(current)
+            with torch.cuda.stream(self._streams[1]) if cuda else nullcontext():
+                for part, home in zip(here, there, strict=True):
+                    home.copy_(part, non_blocking=True)
+                gone[at % STAGED] = self._streams[1].record_event() if cuda else None
+        if current is not None:
+            current.wait_stream(self._streams[1])
+
+    def state(self, flat: Flat, first: int) -> dict[str, Tensor]:
+        """Return the live tensors as `kind.weight`; the weights begin at entry `first` of the flat ones.
+
+        Of float32 moments each weight has its own. Codes and scales go by leaf, whose blocks begin with it.
+        """
+        kept: dict[str, Tensor] = {}
+        for (kind, each), part in zip(self._kinds.items(), self.parts, strict=True):
+            if "exp_avg" in self._kinds:
+                named = flat.named(part, first)
+            else:
+                named = flat.leaves(part) if each == 1 else flat.blocks(part, each)
+            kept |= {f"{kind}.{name}": tensor for name, tensor in named.items()}
+        return kept
+
+    def wait(self) -> None:
+        """Wait until an update that is under way has put everything back into host memory."""
+        if self._offload and self._streams:
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def _cut(self, parts: tuple[Tensor, ...], place: slice) -> tuple[Tensor, ...]:
+        return tuple(
+            part[place.start // each : place.stop // each]
+            for each, part in zip(self._kinds.values(), parts, strict=True)
+        )
+
+
+def moments_bytes(form: Format, entries: int) -> int:
+    """Return what moments of so many entries take, in a format that is not a test's."""
+    return sum(entries // each * (1 if form == "8bit" and each == 1 else 4) for each in KINDS[form].values())
+
+
+def _dtype(form: Format, each: int, weights: torch.dtype) -> torch.dtype:
+    return weights if form == "float32" else torch.uint8 if each == 1 else torch.float32
+
+
+def _lock_pages(parts: tuple[Tensor, ...], device: torch.device) -> None:
+    """Let GPUs copy from and to these tensors while the host goes on, until they are let go."""
+    runtime = torch.cuda.cudart()
+    with torch.cuda.device(device):
+        for part in parts:
+            place = part.data_ptr()
+            torch.cuda.check_error(runtime.cudaHostRegister(place, part.nbytes, 1))  # 1: for every device
+            weakref.finalize(part, runtime.cudaHostUnregister, place).atexit = False

@@ -1,0 +1,179 @@
+"""What small cards need, on a CUDA device: captured steps with each setting against the plain one, and their memory."""
+
+import gc
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.bench.features import feature_batches
+from paceline.bench.shapes import Shape
+from paceline.config import DrafterSettings
+from paceline.drafter.ends import FrozenEnds
+from paceline.drafter.model import Drafter
+from paceline.runtime.compiling import OneShape, warm_compiler
+from paceline.train.eight_bit import BLOCK, maps
+from paceline.train.memory import StepMemory, step_memory
+from paceline.train.moments import CHUNK
+from paceline.train.optim import adamw_pass_8bit
+from paceline.train.step import DrafterStep
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("traceable")]
+
+DEVICE = torch.device("cuda:0")
+SHAPE = Shape(
+    "card",
+    DrafterSettings(
+        block_size=16,
+        layers=5,
+        taps=(1, 2, 3),
+        mask_token_id=3,
+        heads=16,
+        kv_heads=8,
+        head_dim=128,
+        intermediate_size=6144,
+        rope_theta=1e4,
+    ),
+    hidden_size=2048,
+    vocab_size=64_000,
+    context_slots=4096,
+    anchor_slots=512,
+    anchors_per_sample=128,
+)
+SETTINGS: dict[str, dict[str, str]] = {
+    "plain": {},
+    "recompute": {"recompute": "layers"},
+    "8bit": {"moments": "8bit"},
+    "offload": {"offload": "moments"},
+    "8bit, offload": {"moments": "8bit", "offload": "moments"},
+    "all": {"recompute": "layers", "moments": "8bit", "offload": "moments"},
+}
+STEPS = 4
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a case left: its losses and first gradients, weights at the end, and memory."""
+
+    losses: list[float]
+    gradients: Tensor
+    weights: Tensor
+    state: dict[str, Tensor]
+    recompiles: int
+    peak: int
+    said: StepMemory
+
+
+def in_thread(call: Callable[[], Ran]) -> Ran:
+    with ThreadPoolExecutor(1, thread_name_prefix="drafter rank 0") as pool:
+        return pool.submit(call).result()
+
+
+@cache
+def ran(name: str) -> Ran:
+    """Train some captured steps; the third of them is not applied."""
+    warm_compiler("cuda:0")
+    train = SHAPE.train_settings("bfloat16").model_copy(update={"lr": 1e-3, **SETTINGS[name]})
+
+    def body() -> Ran:
+        torch.cuda.set_device(DEVICE)
+        gc.collect()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated(DEVICE)
+        generator = torch.Generator().manual_seed(1)
+        embed = torch.randn(SHAPE.vocab_size, SHAPE.hidden_size, generator=generator).bfloat16() * 0.05
+        drafter = Drafter(SHAPE.drafter, SHAPE.hidden_size).initialise(0).to(DEVICE)
+        step = DrafterStep(drafter, FrozenEnds(embed, embed.clone()), train, policy="captured")
+        torch.cuda.reset_peak_memory_stats(DEVICE)
+        step.warm()
+        batches = feature_batches(SHAPE, torch.device("cpu"), torch.bfloat16)
+        losses: list[float] = []
+        gradients = torch.zeros(0)
+        for at in range(STEPS):
+            step.clear()
+            for batch in (batches[at % len(batches)], batches[(at + 1) % len(batches)]):
+                step.load(batch)
+                step.micro()
+            gradients = step.gradients.cpu() if at == 0 else gradients
+            step.limit(float("inf"), 0.0 if at == 2 else float("inf"))
+            step.update(1e-3)
+            losses.append(float(step.sums[0] / step.sums[1]))
+            assert float(step.optimizer.skip) == (at == 2)
+        step.optimizer.wait()
+        peak = torch.cuda.max_memory_allocated(DEVICE) - before
+        weights = step._flat.weights_P.cpu()
+        state = {key: tensor.cpu().clone() for key, tensor in step.optimizer.state().items()}
+        sizes = {"hidden_size": SHAPE.hidden_size, "vocab_size": SHAPE.vocab_size}
+        return Ran(
+            losses,
+            gradients,
+            weights,
+            state,
+            step.recompiles,
+            peak,
+            step_memory(SHAPE.drafter, train, **sizes, tied=False),
+        )
+
+    return in_thread(body)
+
+
+def test_layers_run_again_give_the_same_gradients_within_rounding() -> None:
+    plain, again = ran("plain"), ran("recompute")
+    assert float((again.gradients - plain.gradients).norm() / plain.gradients.norm()) < 0.02
+    assert again.losses == pytest.approx(plain.losses, rel=0.02)
+    assert again.recompiles == 0
+
+
+@pytest.mark.parametrize(("away", "beside"), [("offload", "plain"), ("8bit, offload", "8bit")])
+def test_moments_in_host_memory_change_no_bit(away: str, beside: str) -> None:
+    one, other = ran(away), ran(beside)
+    assert len(one.weights) > 2 * CHUNK  # both stages are used again
+    assert one.losses == other.losses
+    assert torch.equal(one.weights, other.weights)
+    assert one.state.keys() == other.state.keys()
+    assert all(torch.equal(tensor, other.state[key]) for key, tensor in one.state.items())
+
+
+def test_eight_bits_train_as_well_over_some_steps() -> None:
+    plain, eight = ran("plain"), ran("8bit")
+    assert torch.equal(eight.gradients, plain.gradients)
+    assert eight.losses == pytest.approx(plain.losses, rel=0.05)
+    assert eight.losses[-1] < eight.losses[0]
+
+
+def test_the_compiled_pass_over_eight_bits_is_that_of_a_cpu() -> None:
+    generator = torch.Generator().manual_seed(0)
+    P = 4096 * BLOCK
+    weights, gradients = (torch.randn(P, generator=generator) for _ in range(2))
+    gradients *= torch.logspace(-8, 2, P)
+    codes = [torch.zeros(P, dtype=torch.uint8), torch.zeros(P // BLOCK)]
+    moments = (*codes, *(part.clone() for part in codes))
+    scalars = tuple(torch.tensor(value) for value in (0.0, 3.0, 1e-3, 0.3, 0.999))
+    run = OneShape(adamw_pass_8bit, instead=adamw_pass_8bit)
+    here, there = (
+        [weights.to(where), gradients.to(where), tuple(part.to(where) for part in moments)] for where in ("cpu", DEVICE)
+    )
+    for (w, g, m), call in ((here, adamw_pass_8bit), (there, run)):
+        for _ in range(3):
+            on = tuple(scalar.to(w.device) for scalar in scalars)
+            call(w, g, m, None, on, (0.9, 0.95), maps(w.device))
+    torch.testing.assert_close(there[0].cpu(), here[0], rtol=1e-5, atol=1e-6)
+    for ours, truth in zip(there[2], here[2], strict=True):
+        if truth.dtype == torch.uint8:  # a code on the edge of two
+            apart = (ours.cpu().int() - truth.int()).abs()
+            assert int(apart.max()) <= 1
+            assert float((apart > 0).double().mean()) < 1e-3
+        else:
+            torch.testing.assert_close(ours.cpu(), truth, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("name", list(SETTINGS))
+def test_the_peak_is_within_a_tenth_of_the_estimate(name: str) -> None:
+    done = ran(name)
+    told = ", ".join(f"{part} {size / 2**30:.2f}" for part, size in done.said.parts().items())
+    print(f"{name}: {done.peak / 2**30:.2f} GiB, estimated {done.said.total / 2**30:.2f} ({done.said.peak}): {told}")
+    assert done.peak == pytest.approx(done.said.total, rel=0.1)
