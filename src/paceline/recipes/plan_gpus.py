@@ -9,6 +9,7 @@ from paceline.config import RunSettings
 from paceline.data.mixture import Coverage
 from paceline.data.plan import BucketTable
 from paceline.observe.console import Console
+from paceline.pipeline.slots import token_bytes
 from paceline.recipes.plan_memory import target_folder
 from paceline.records import UserError
 from paceline.runtime.profile import MachineProfile, Rates, load_profile, profile_path, this_machine
@@ -135,7 +136,7 @@ def _load(run: RunSettings, facts: TargetFacts, buckets: BucketTable, share: Cov
         padding=buckets.padding_share,
         samples=samples,
         micro_samples=max(1.0, fit),
-        feature_bytes=len(run.drafter.taps) * facts.hidden_size * (2 if run.train.dtype == "bfloat16" else 4),
+        feature_bytes=token_bytes(run, facts.hidden_size),
         weights=memory.weights // 4,
     )
 
