@@ -50,6 +50,14 @@ def pack(
     return packed_TP
 
 
+def put(features: Tensor, into_TD: Float[Tensor, "T D"]) -> None:
+    """Copy features, as bytes or as they are, to their place."""
+    if is_packed(features):
+        unpack(features, into_TD)
+    else:
+        into_TD.copy_(features)
+
+
 @torch.no_grad()
 def unpack(packed_TP: UInt8[Tensor, "T P"], into_TD: Float[Tensor, "T D"]) -> None:
     """Widen features into their place, which may be on another device; nothing else is written on the way there."""
