@@ -1,4 +1,4 @@
-"""`plan --memory`: what it names is the cheapest that fits, by the whole grid; where nothing does, it says what would."""
+"""`plan --memory` names the cheapest that fits, by the whole grid; where nothing does, it says the least."""
 
 import json
 import re
