@@ -50,12 +50,14 @@ def pack(
     return packed_TP
 
 
-def put(features: Tensor, into_TD: Float[Tensor, "T D"]) -> None:
-    """Copy features, as bytes or as they are, to their place."""
+def put(features: Tensor, room_CD: Float[Tensor, "C D"]) -> None:
+    """Copy features, as bytes or as they are, to the first of a micro-batch's slots; the others become zero."""
+    used = len(features)
     if is_packed(features):
-        unpack(features, into_TD)
+        unpack(features, room_CD[:used])
     else:
-        into_TD.copy_(features)
+        room_CD[:used].copy_(features)
+    room_CD[used:].zero_()
 
 
 @torch.no_grad()

@@ -157,8 +157,7 @@ class DrafterStep:
         """Copy a micro-batch into the buffers; what it does not fill is masked."""
         tokens, blockset, to = batch.tokens, batch.tokens.blocks, self.buffers
         used, K = len(batch.positions_T), len(blockset.anchor_K)
-        put(batch.features_TD, to.features_CD[:used])
-        to.features_CD[used:].zero_()
+        put(batch.features_TD, to.features_CD)
         to.positions_C[:used].copy_(batch.positions_T)
         to.positions_C[used:].zero_()
         # An unused anchor starts and ends at slot 0: it sees no context and only itself, so no row is empty.
