@@ -38,7 +38,7 @@ def plan(
     json: AsJson = False,
 ) -> None:
     """Print an epoch's batches and padding; with --gpus how to split them, with --memory what fits. Loads no model."""
-    given = [("--target-rate", target_rate), ("--step-rate", step_rate)]
+    given: list[tuple[str, object]] = [("--target-rate", target_rate), ("--step-rate", step_rate)]
     given += [("--profile", profile)] if memory is None else []
     if gpus is None and (alone := [name for name, value in given if value is not None]):
         raise UserError(f"{alone[0]} goes with --gpus, got it without. Add --gpus N, or leave it out.")

@@ -102,7 +102,7 @@ def changed(run: RunSettings, changes: Changes) -> RunSettings:
 
 def measuring(shape: Shape) -> Callable[[RunSettings, Changes], Fit]:
     """Return what says how much settings need of each device."""
-    sizes = {"hidden_size": shape.hidden_size, "vocab_size": shape.vocab_size, "tied": shape.tied}
+    sizes: dict[str, Any] = {"hidden_size": shape.hidden_size, "vocab_size": shape.vocab_size, "tied": shape.tied}
 
     @cache
     def step_of(train: TrainSettings, drafter: Any) -> StepMemory:

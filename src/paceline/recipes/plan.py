@@ -57,8 +57,8 @@ def plan_epoch(
         memory["evaluator"] = _evaluator(run, console)
     gpus = {"gpus": asked(run, buckets, share, console)} if run and asked else {}
     if run and fits:
-        evaluator = memory.get("evaluator")
-        gpus["fit"] = fits(run, buckets, share, console, evaluator and evaluator["total"])
+        evaluator = (memory.get("evaluator") or {}).get("total")
+        gpus["fit"] = fits(run, buckets, share, console, evaluator)
     return {
         **buckets.as_dict(),
         "datasets": _rows_of_datasets(mixture, console),
