@@ -199,8 +199,8 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--at-once", type=int, default=1)
     parser.add_argument("--until", type=float, default=570.0, help="seconds after which nothing goes on")
-    parser.add_argument("--anchor-slots", type=int, default=512)
-    parser.add_argument("--context-slots", type=int, default=6144)
+    parser.add_argument("--anchor-slots", type=int, default=1024)
+    parser.add_argument("--context-slots", type=int, default=8192)
     every = [f"{card}:{name}" for card in CARDS for name in NAMES]
     parser.add_argument("--only", nargs="+", default=every, metavar="CARD:SHAPE")
     parser.add_argument("--case")

@@ -159,6 +159,8 @@ def _tell_needs(found: Fit, console: Console) -> None:
             else:
                 rows.append((who, size))
         console.table("", ("part", "GiB"), [(name, f"{size / 2**30:.2f}") for name, size in rows])
+    if found.step.host:
+        console.line(f"  each drafter rank keeps {gib(found.step.host)} of moments in host memory (train.offload)")
 
 
 def _tell_target(found: Fit, shape: Shape, usable: int, console: Console) -> bool:
