@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from collections import Counter
 from collections.abc import Callable
 from itertools import product
@@ -298,10 +299,17 @@ def test_what_cannot_be_planned_is_refused(run_yaml: Path) -> None:
     )
 
 
-def test_overrides_are_written_as_the_command_line_takes_them() -> None:
-    changes = {"pipeline.targets": ("cuda:0", "cuda:1"), "train.logits_mib": 64, "pipeline.credit_gib": 0.0625}
+def test_overrides_are_written_as_the_command_line_takes_them(run_yaml: Path) -> None:
+    changes: dict[str, Any] = {
+        "pipeline.targets": ("cuda:0", "cuda:1"),
+        "train.logits_mib": 64,
+        "pipeline.credit_gib": 0.0625,
+    }
     assert overrides(changes) == [
-        "pipeline.targets=['cuda:0', 'cuda:1']",
+        "pipeline.targets=[cuda:0, cuda:1]",
         "train.logits_mib=64",
         "pipeline.credit_gib=0.0625",
     ]
+    settings = load_settings(run_yaml, [*shlex.split(shlex.join(overrides(changes))), "target.devices_per_replica=2"])
+    assert settings.pipeline.targets == ("cuda:0", "cuda:1")
+    assert (settings.train.logits_mib, settings.pipeline.credit_gib) == (64, 0.0625)

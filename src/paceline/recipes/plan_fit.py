@@ -1,6 +1,7 @@
 """`paceline plan RUN.yaml --memory 24GiB`: the cheapest settings with which every role fits a card of that size."""
 
 import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,12 @@ def plan_fit(
 
 def overrides(changes: Changes) -> list[str]:
     """Return changes as they are written behind RUN.yaml."""
-    return [f"{key}={dump_value(value)}" for key, value in changes.items()]
+    return [f"{key}={_plain(value)}" for key, value in changes.items()]
+
+
+def _plain(value: Any) -> str:
+    """Return a value without the quotes that a file has around devices' names, which a shell would take for its own."""
+    return f"[{', '.join(value)}]" if isinstance(value, tuple) else dump_value(value)
 
 
 def _shape(run: RunSettings, evaluator: int | None) -> Shape:
@@ -142,11 +148,7 @@ def _tell_changes(changes: Changes, now: Fit, usable: int, console: Console) -> 
     for section, lines in sections.items():
         for line in (f"{section}:", *lines):
             console.line(f"    {line}")
-    console.line(f"  or behind it: {' '.join(map(_quoted, overrides(changes)))}")
-
-
-def _quoted(text: str) -> str:
-    return f"'{text}'" if set(text) & set(" []") else text
+    console.line(f"  or behind it: {shlex.join(overrides(changes))}")
 
 
 def _tell_needs(found: Fit, console: Console) -> None:
