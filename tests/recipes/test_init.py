@@ -6,6 +6,7 @@ import re
 import shutil
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -287,10 +288,10 @@ def test_the_outlook_counts_memory(tmp_path: Path, tiny_folder: Path, outlook_of
     assert "GPU hours not estimated: there is no dataset in nowhere yet" in said
 
 
-def test_the_outlook_splits_a_target_that_no_gpu_here_holds(
+def test_a_target_that_no_gpu_here_holds_is_split(
     tmp_path: Path, tiny_folder: Path, outlook_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Against each number of devices by itself, with a card that has room for a third of it and no more."""
+    """Against each number of devices by itself; where there are too few, it is said how many it takes."""
     told, said = outlook_of(tiny_folder, "nowhere")
     settings, facts = load_settings(tmp_path / "RUN.yaml"), describe(str(tiny_folder))
     (alone,) = replica_memory(settings, facts)
@@ -301,14 +302,25 @@ def test_the_outlook_splits_a_target_that_no_gpu_here_holds(
         target = settings.target.model_copy(update={"devices_per_replica": each})
         parts = replica_memory(settings.model_copy(update={"target": target}), facts)
         needs[each] = max(part.total for part in parts)
-    for most in needs.values():
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    for gpus, most in product((1, 2, 4, 8), needs.values()):
         card = int(most / USABLE) + CONTEXT + 2
-        monkeypatch.setattr("paceline.recipes.init_outlook.device_bytes", lambda name, card=card: card)
+        monkeypatch.setattr("torch.cuda.device_count", lambda gpus=gpus: gpus)
+        monkeypatch.setattr("paceline.recipes.evaluator_memory.device_bytes", lambda name, card=card: card)
         fewest = min(each for each, size in needs.items() if size <= usable_of(card))
         told, said = outlook_of(tiny_folder, "nowhere")
+        written = load_settings(tmp_path / "RUN.yaml")
         assert told["memory"]["devices_per_replica"] == fewest
-        assert (f"set target.devices_per_replica to {fewest}, and let pipeline.targets" in said) == (fewest > 1)
-    monkeypatch.setattr("paceline.recipes.init_outlook.device_bytes", lambda name: CONTEXT)
+        enough = fewest > 1 and gpus > fewest
+        assert written.target.devices_per_replica == (fewest if enough else 1)
+        assert written.pipeline.drafters == (f"cuda:{gpus - 1}",)
+        if enough:
+            assert len(written.replicas) == (gpus - 1) // fewest
+            assert f"each replica is on {fewest} (target.devices_per_replica)" in said
+        else:
+            assert written.pipeline == pipeline_for([f"cuda:{at}" for at in range(gpus)])
+            assert (f"set target.devices_per_replica to {fewest} and name so many" in said) == (fewest > 1)
+    monkeypatch.setattr("paceline.recipes.evaluator_memory.device_bytes", lambda name: CONTEXT)
     told, said = outlook_of(tiny_folder, "nowhere")
     assert told["memory"]["devices_per_replica"] is None
     assert "the target fits no number of GPUs of 0.5 GiB" in said

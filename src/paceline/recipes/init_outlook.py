@@ -8,7 +8,7 @@ from paceline.data.chat_template import chat_template, check_known
 from paceline.data.manifest import NAME
 from paceline.data.mixture import Coverage, Mixture, coverage, first_table, open_mixture
 from paceline.observe.console import Console
-from paceline.recipes.evaluator_memory import device_bytes
+from paceline.recipes.evaluator_memory import smallest_device
 from paceline.recipes.plan_fit import usable_of
 from paceline.recipes.plan_gpus import Asked, best_split
 from paceline.recipes.plan_memory import sizes_of_target
@@ -66,26 +66,30 @@ def _memory(settings: RunSettings, console: Console) -> dict[str, int | None]:
 def _devices(settings: RunSettings, facts: TargetFacts, console: Console) -> int | None:
     """Return how many GPUs of this machine a target replica needs, and say what to set if that is more than one; None
     where there is no GPU, or too small ones."""
-    sizes = [size for name in settings.pipeline.targets if (size := device_bytes(name)) is not None]
+    card = smallest_device(settings.pipeline.targets)
     batch = f"micro-batches of up to {settings.train.context_slots:,} tokens (train.context_slots)"
-    if not sizes:
+    if not card:
         (alone,) = replica_memory(settings, facts)
         console.line(
             f"  no GPU here to compare with: a replica needs {gib(alone.total)} of one with {batch}; for smaller ones "
             "`paceline plan --memory` says how many share its layers (target.devices_per_replica)"
         )
         return None
-    card = min(sizes)
     found = fewest_devices(settings, facts, usable_of(card))
     if found is None:
         console.line(f"  the target fits no number of GPUs of {gib(card)}: a layer with {batch} needs more")
         return None
     each, most = found
     if each > 1:
+        if settings.target.devices_per_replica == each:
+            so = f"each replica is on {each} (target.devices_per_replica)"
+        else:
+            so = (
+                f"a replica and a drafter need {each + 1}, and here are fewer. Where they are, set "
+                f"target.devices_per_replica to {each} and name so many in pipeline.targets"
+            )
         console.line(
-            f"  the target does not fit one GPU of {gib(card)}: set target.devices_per_replica to {each}, and let "
-            f"pipeline.targets name {each} GPUs in a row for each replica, of which each then needs {gib(most)} with "
-            f"{batch}; with the drafter that is {each + 1} GPUs"
+            f"  the target does not fit one GPU of {gib(card)}: {so}; it takes {gib(most)} of each with {batch}"
         )
     return each
 
