@@ -26,6 +26,7 @@ from paceline.cli_options import (
     finish,
     read_template_arg,
 )
+from paceline.cli_plan import plan
 from paceline.cli_report import report
 from paceline.cli_watch import watch
 from paceline.config import RunSettings
@@ -171,45 +172,7 @@ def prepare(
 app.command()(generate)
 
 
-@app.command()
-def plan(
-    what: Annotated[Path, typer.Argument(metavar="DATASET|RUN.yaml", help="A dataset folder or a settings file.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Settings of a RUN.yaml to change."),
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(min=0, max=2**63 - 1, help="Seed of the order, for a dataset folder. Default: 0.")
-    ] = None,
-    gpus: Annotated[
-        int | None, typer.Option(min=1, max=1024, help="Predict samples/s for every split of so many GPUs.")
-    ] = None,
-    profile: Annotated[
-        Path | None, typer.Option(help="Machine profile to predict from. Default: what `doctor` found here.")
-    ] = None,
-    target_rate: Annotated[
-        float | None, typer.Option(min=1e-9, help="Measured tokens/s of the target on one GPU.")
-    ] = None,
-    step_rate: Annotated[
-        float | None, typer.Option(min=1e-9, help="Measured blocks/s of the drafter's step on one GPU.")
-    ] = None,
-    json: AsJson = False,
-) -> None:
-    """Print the bucket table of an epoch: batches, sizes, padding; with --gpus how to split them. Loads no model."""
-    given = [("--profile", profile), ("--target-rate", target_rate), ("--step-rate", step_rate)]
-    if gpus is None and (alone := [name for name, value in given if value is not None]):
-        raise UserError(f"{alone[0]} goes with --gpus, got it without. Add --gpus N, or leave it out.")
-    from paceline.recipes.plan import plan_epoch
-
-    asked = None
-    if gpus is not None:
-        from functools import partial
-
-        from paceline.recipes.plan_gpus import Asked, plan_gpus
-
-        asked = partial(plan_gpus, Asked(gpus, profile, target_rate, step_rate))
-    console = Console(json=json)
-    finish(console, json, plan_epoch(what, overrides or [], seed=seed, console=console, asked=asked), "")
+app.command()(plan)
 
 
 @app.command()

@@ -12,7 +12,7 @@ from paceline.records import UserError
 Policy = Literal["eager", "compiled", "captured"]
 Peer = Literal["specforge", "speculators"]
 TargetPath = Literal["plain", "fast", "compiled", "fp8"]
-StepShape = Literal["tiny", "tiny-2x128", "small", "qwen3-8b", "qwen3-8b-2x3072", "qwen3-8b-8x550"]
+StepShape = Literal["tiny", "tiny-2x128", "small", "qwen3-4b", "qwen3-8b", "qwen3-8b-2x3072", "qwen3-8b-8x550"]
 bench = typer.Typer(help="Measure a part of paceline on this machine.", no_args_is_help=True)
 
 

@@ -44,9 +44,9 @@ class TargetSettings(Section):
     fp8: Literal["off", "on"] = Field(
         "off", description="on: the products of its layers in fp8 (half the memory, features a little off)"
     )
+    features: Literal["as_trained", "fp8"] = Field("as_trained", description="fp8: wait for the drafter as bytes")
     devices_per_replica: Count = Field(
-        1,
-        description="devices in a row of pipeline.targets that share a replica's layers, for a target larger than one",
+        1, description="devices in a row of pipeline.targets that share a replica's layers, for targets larger than one"
     )
 
     @model_validator(mode="after")

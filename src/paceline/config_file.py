@@ -57,11 +57,11 @@ def dump_settings(settings: RunSettings) -> str:
         if isinstance(value, Section):
             lines += ["", f"{name}:  # {(type(value).__doc__ or '').splitlines()[0].rstrip('.')}"]
             lines += [
-                f"  {key}: {_scalar(getattr(value, key))}  # {info.description}"
+                f"  {key}: {dump_value(getattr(value, key))}  # {info.description}"
                 for key, info in type(value).model_fields.items()
             ]
         else:
-            lines.append(f"{name}: {_scalar(value)}  # {field.description}")
+            lines.append(f"{name}: {dump_value(value)}  # {field.description}")
     return "\n".join(lines) + "\n"
 
 
@@ -109,7 +109,8 @@ for _kind in (_Loader, _Dumper):
         _kind.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_pattern})\Z"), _first)
 
 
-def _scalar(value: Any) -> str:
+def dump_value(value: Any) -> str:
+    """Return a value as it is written behind its key, in RUN.yaml or on the command line."""
     plain = list(value) if isinstance(value, tuple) else value
     style = '"' if any("\n" in str(item) for item in (plain if isinstance(plain, list) else [plain])) else None
     text = yaml.dump(plain, Dumper=_Dumper, default_flow_style=True, default_style=style, width=10**6)

@@ -103,7 +103,7 @@ class FeatureBatch:
     """One micro-batch as it reaches the drafter: real tokens only, laid end to end."""
 
     tokens: TokenBatch
-    features_TD: Tensor  # [T, m * H]
+    features_TD: Tensor  # [T, m * H], or packed as bytes: uint8 [T, m * H + m] (drafter.packed)
     positions_T: Tensor  # int64 [T], position of each token in its sample
     loan: Lent | None = None  # the memory of both, where it is not the batch's own
 

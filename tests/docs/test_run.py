@@ -37,6 +37,7 @@ NOT_HERE = {  # what keeps a command from being run by these tests → where els
     r"gsm8k": "a package of prompts, which tests/data imitates",
     r"observe\.trackers": "trackers; `make test-trackers` has them",
     r"train recipes/": "a target of its size",
+    r" --memory ": "sizes that fit tiles; tests/recipes has them",
 }
 SMALL = {
     "layers": 1,

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from paceline.drafter.packed import pack
 from paceline.pipeline.channel import Closed, OrderedChannel, check_finite
 from paceline.records import BlockSet, FeatureBatch, RunError, TokenBatch
 
@@ -134,6 +135,15 @@ def test_features_that_are_not_finite_are_refused(values: list[float], dtype: to
     whole.features_TD[5, : len(values)] = torch.tensor(values, dtype=dtype)
     with pytest.raises(RunError, match=f"{len(values)} of 24 values are not, first at token 5"):
         check_finite(whole)
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+def test_bytes_that_are_not_finite_are_refused(value: float) -> None:
+    features_TD = torch.ones(8, 6)
+    check_finite(replace(batch(0, tokens=8), features_TD=pack(features_TD, 2)))
+    features_TD[5, 3] = features_TD[6, 0] = value
+    with pytest.raises(RunError, match="finite, but of 2 of 8 tokens some are not, first at token 5"):
+        check_finite(replace(batch(0, tokens=8), features_TD=pack(features_TD, 2)))
 
 
 def test_features_whose_sum_is_too_large_are_finite() -> None:

@@ -20,6 +20,7 @@ from paceline.data.loader import micro_batches
 from paceline.data.mixture import Mixture
 from paceline.data.store import open_dataset
 from paceline.drafter.model import Drafter
+from paceline.drafter.packed import pack, unpack
 from paceline.observe.console import Console
 from paceline.recipes.train import train
 from paceline.recipes.train_tell import Teller
@@ -77,7 +78,14 @@ def test_training_is_bit_identical_with_and_without(settings: Any, layout: str, 
         assert of(plain, "held_out") == []
 
 
-def loss_alone(tiny: TargetFacts, shape: Any, weights: dict[str, torch.Tensor], folder: Path, anchors: int) -> float:
+def loss_alone(
+    tiny: TargetFacts,
+    shape: Any,
+    weights: dict[str, torch.Tensor],
+    folder: Path,
+    anchors: int,
+    seen: Callable[[torch.Tensor], torch.Tensor] = lambda features_TD: features_TD,
+) -> float:
     """The mean over all blocks of the first rows, a row at a time, by an epoch of the training loader with seed 0."""
     train = TrainSettings(context_slots=41, anchor_slots=anchors, anchors_per_sample=anchors, dtype="float32")
     drafter = Drafter(shape, tiny.hidden_size)
@@ -87,7 +95,7 @@ def loss_alone(tiny: TargetFacts, shape: Any, weights: dict[str, torch.Tensor], 
     target = FeatureTarget(tiny, shape.taps, dtype=torch.float32, device="cpu")
     data = DataSettings(dataset=str(folder), max_batch=1)
     for tokens in micro_batches(Mixture([open_dataset(folder)]), data, train.model_copy(update={"epochs": 1}), 4):
-        step.load(FeatureBatch(tokens, target.features(tokens), blocks.context_positions(tokens.lengths)))
+        step.load(FeatureBatch(tokens, seen(target.features(tokens)), blocks.context_positions(tokens.lengths)))
         step.micro()
     return step.report(tokens, 0.0).loss
 
@@ -109,6 +117,34 @@ def test_it_is_the_loss_of_the_weights_after_the_step(
     assert len(set(losses.values())) == 4
     for steps, state in after.items():
         assert losses[steps] == pytest.approx(loss_alone(tiny, shape, state, first, 4), rel=1e-5)
+
+
+def test_it_is_of_features_as_training_sees_them(
+    settings: Any,
+    tiny: TargetFacts,
+    shape: Any,
+    write_dataset: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def seen(features_TD: torch.Tensor) -> torch.Tensor:
+        widened_TD = torch.zeros_like(features_TD)
+        unpack(pack(features_TD, len(shape.taps)), widened_TD)
+        return widened_TD
+
+    loaded: set[tuple[bool, torch.dtype]] = set()
+    load = DrafterStep.load
+
+    def noting(step: DrafterStep, batch: FeatureBatch) -> None:
+        loaded.add((batch.tokens.held_out, batch.features_TD.dtype))
+        load(step, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DrafterStep, "load", noting)
+        found, weights = run(settings("one", target={"features": "fp8"}))
+    assert loaded == {(False, torch.uint8), (True, torch.uint8)}
+    first = write_dataset(held_rows()[:ROWS], "first-rows")
+    last = of(found, "held_out")[-1]["loss"]
+    assert last == pytest.approx(loss_alone(tiny, shape, weights, first, 4, seen), rel=1e-6)
 
 
 OTHERS: dict[str, Any] = {

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paceline.pipeline.dispenser import Dispenser, Outlet
-from paceline.pipeline.slots import Landing, Loan, Slot, Slots, slot_count
+from paceline.pipeline.slots import Landing, Loan, Slot, Slots, handed_like, slot_count, slots_bytes
 from paceline.records import BlockSet, FeatureBatch, TokenBatch
 
 NONE = torch.zeros(0, dtype=torch.long)
@@ -180,6 +180,25 @@ def test_features_land_in_the_slot_wherever_they_were_made() -> None:
         assert torch.equal(landed.positions_T, batch.positions_T)
         with landed.reading():
             pass
+
+
+@pytest.mark.parametrize("features", ["as_trained", "fp8"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_what_slots_take_is_counted(settings: Any, features: str, dtype: str) -> None:
+    """Against slots that are made as in a run, whatever the credit pays for."""
+    H = 64
+    for credit in (1e-6, 3e-4, 1.0):
+        tree = settings("run", target={"features": features}, train={"dtype": dtype}, pipeline={"credit_gib": credit})
+        slots = Slots(int(credit * 2**30), replicas=1, ranks=1)
+        like_CD = torch.zeros(100, len(tree.drafter.taps) * H, dtype=getattr(torch, dtype))
+        slots.make(0, handed_like(like_CD, tree))
+        made = sum(slot.features_CD.nbytes + slot.positions_C.nbytes for slot in slots._free[0])
+        assert slots_bytes(tree, H) == made
+    least = slots_bytes(settings("run", train={"dtype": dtype}, pipeline={"credit_gib": 1e-6}), H)
+    less = slots_bytes(
+        settings("run", target={"features": features}, train={"dtype": dtype}, pipeline={"credit_gib": 1e-6}), H
+    )
+    assert (less < least * (0.55 if dtype == "bfloat16" else 0.28)) == (features == "fp8")
 
 
 def test_on_another_device_nothing_is_written_at_once() -> None:

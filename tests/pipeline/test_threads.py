@@ -58,6 +58,19 @@ def test_losses_and_weights_are_bit_identical_however_features_are_made(settings
         assert all(torch.equal(other[key], weights[key]) for key in weights), name
 
 
+def test_with_features_as_bytes_losses_are_near_and_as_reproducible(settings: Any) -> None:
+    """Whoever makes, keeps and reads them."""
+    exact, _ = run(settings("exact"))
+    bytes_ = {"target": {"features": "fp8"}}
+    expected, weights = run(settings("bytes", **bytes_))
+    assert expected != exact
+    assert expected == pytest.approx(exact, rel=0.02)
+    for name in ("three replicas and hardly any credit", "features kept in memory", "features kept on disk"):
+        losses, other = run(settings(f"bytes-{name.replace(' ', '-')}", **bytes_, **OTHERS[name]))
+        assert losses == expected, name
+        assert all(torch.equal(other[key], weights[key]) for key in weights), name
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("batches_per_step", [1, 2])
 def test_two_drafter_ranks_make_the_steps_of_one(settings: Any, optimizer: str, batches_per_step: int) -> None:

@@ -6,6 +6,7 @@ import re
 import shutil
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,15 @@ from paceline.recipes.init import data_for, drafter_for, init, pipeline_for
 from paceline.recipes.init_outlook import outlook
 from paceline.recipes.mask_token import choose_mask_token
 from paceline.recipes.plan import plan_epoch
+from paceline.recipes.plan_fit import CONTEXT, usable_of
 from paceline.recipes.plan_gpus import Asked, plan_gpus
 from paceline.recipes.target_checks import check_data
+from paceline.recipes.target_memory import replica_memory
 from paceline.records import UserError
 from paceline.runtime.profile import Rates, make_profile, save_profile, this_machine
 from paceline.target.load import TargetFacts, describe
 from paceline.target.model import check_taps
-from paceline.train.memory import step_memory
+from paceline.train.memory import USABLE, gib, step_memory
 
 OPTIONS: dict[str, Any] = {
     "revision": None,
@@ -283,6 +286,44 @@ def test_the_outlook_counts_memory(tmp_path: Path, tiny_folder: Path, outlook_of
     assert told["memory"]["drafter_rank"] == rank.total
     assert told["work"] is None
     assert "GPU hours not estimated: there is no dataset in nowhere yet" in said
+
+
+def test_a_target_that_no_gpu_here_holds_is_split(
+    tmp_path: Path, tiny_folder: Path, outlook_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against each number of devices by itself; where there are too few, it is said how many it takes."""
+    told, said = outlook_of(tiny_folder, "nowhere")
+    settings, facts = load_settings(tmp_path / "RUN.yaml"), describe(str(tiny_folder))
+    (alone,) = replica_memory(settings, facts)
+    assert told["memory"]["devices_per_replica"] is None
+    assert f"no GPU here to compare with: a replica needs {gib(alone.total)} of one" in said
+    needs = {}
+    for each in (1, 2, 3, 4):
+        target = settings.target.model_copy(update={"devices_per_replica": each})
+        parts = replica_memory(settings.model_copy(update={"target": target}), facts)
+        needs[each] = max(part.total for part in parts)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    for gpus, most in product((1, 2, 4, 8), needs.values()):
+        card = int(most / USABLE) + CONTEXT + 2
+        monkeypatch.setattr("torch.cuda.device_count", lambda gpus=gpus: gpus)
+        monkeypatch.setattr("paceline.recipes.evaluator_memory.device_bytes", lambda name, card=card: card)
+        fewest = min(each for each, size in needs.items() if size <= usable_of(card))
+        told, said = outlook_of(tiny_folder, "nowhere")
+        written = load_settings(tmp_path / "RUN.yaml")
+        assert told["memory"]["devices_per_replica"] == fewest
+        enough = fewest > 1 and gpus > fewest
+        assert written.target.devices_per_replica == (fewest if enough else 1)
+        assert written.pipeline.drafters == (f"cuda:{gpus - 1}",)
+        if enough:
+            assert len(written.replicas) == (gpus - 1) // fewest
+            assert f"each replica is on {fewest} (target.devices_per_replica)" in said
+        else:
+            assert written.pipeline == pipeline_for([f"cuda:{at}" for at in range(gpus)])
+            assert (f"set target.devices_per_replica to {fewest} and name so many" in said) == (fewest > 1)
+    monkeypatch.setattr("paceline.recipes.evaluator_memory.device_bytes", lambda name: CONTEXT)
+    told, said = outlook_of(tiny_folder, "nowhere")
+    assert told["memory"]["devices_per_replica"] is None
+    assert "the target fits no number of GPUs of 0.5 GiB" in said
 
 
 @pytest.mark.parametrize(

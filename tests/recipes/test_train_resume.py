@@ -129,6 +129,7 @@ def test_another_number_of_drafter_ranks_keeps_the_batch(settings: Any, stopped:
         ),
         ({"data": {"layout": "bucketed"}}, r"data\.layout was 'trimmed' and is 'bucketed'"),
         ({"target": {"dtype": "bfloat16"}}, r"target\.dtype was 'float32' and is 'bfloat16'"),
+        ({"target": {"features": "fp8"}}, r"target\.features was 'as_trained' and is 'fp8'"),
         ({"train": {"max_steps": 6}}, r"train\.max_steps was 12 and is 6"),
     ],
 )

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from paceline.blocks import context_positions
+from paceline.drafter.packed import pack
 from paceline.records import BlockSet, FeatureBatch, RunError, TokenBatch
 from paceline.runtime.gate import Gate
 from paceline.target.feature_cache import MemoryCache
@@ -145,6 +146,31 @@ def test_a_rehearsal_that_does_not_fit_is_refused_at_once(make: Any) -> None:
     with pytest.raises(RunError, match="out of memory. A micro-batch of 3 tokens"):
         made.replica.warm()
     assert (calls, made.split) == ([3], [])
+
+
+@pytest.mark.parametrize("room", [True, False])
+@pytest.mark.parametrize("fits", [True, False])
+def test_features_are_handed_over_and_kept_as_bytes(make: Any, room: bool, fits: bool) -> None:
+    """In the room where there is some; halves as the whole."""
+    tokens = batch_of(LENGTHS)
+    made = make([tokens])
+    target = made.replica._target
+    parts = [tokens] if fits else halves(tokens)
+    expected_TP = torch.cat([pack(target.features(part), 3) for part in parts])
+    made.replica._packs = True
+    room_TP = torch.zeros_like(expected_TP)
+    if room:
+        made.replica._room = lambda tokens: room_TP[: tokens.num_tokens]
+    if not fits:
+        made.limit(tokens.input_ids.numel() - 1, [])
+    made.replica.run()
+    (delivered,) = made.delivered
+    assert torch.equal(delivered.features_TD, expected_TP)
+    assert delivered.nbytes == tokens.num_tokens * (expected_TP.shape[1])
+    assert (delivered.features_TD.data_ptr() == room_TP.data_ptr()) == (room and fits)
+    kept_TP = made.cache.get(tokens.samples)
+    room_TP.zero_()
+    assert torch.equal(kept_TP, expected_TP)
 
 
 @pytest.mark.parametrize("wanted", [True, False])

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from paceline.drafter.attention import Dense
 from paceline.drafter.ends import FrozenEnds
 from paceline.drafter.joined import leaf_names
 from paceline.drafter.model import Drafter
+from paceline.drafter.packed import pack, unpack
 from paceline.records import FeatureBatch, Rejection, StepReport, TokenBatch
 from paceline.runtime.compiling import forbid_recompiles
 from paceline.target.load import TargetFacts, load_ends
@@ -74,6 +76,27 @@ def one_step(
         step.load(batch)
         step.micro()
     return step.report(batch.tokens, 0.0), [p.grad.clone() for p in step.drafter.parameters()]
+
+
+def test_bytes_are_loaded_as_what_they_stand_for(
+    tiny: TargetFacts, shape: DrafterSettings, ends: FrozenEnds, dataset: CompletionDataset
+) -> None:
+    """Widening them first gives the same, and what was there before does not shine through."""
+    target = FeatureTarget(tiny, shape.taps, dtype=torch.float32, device="cpu")
+    tokens = next(loader.micro_batches(Mixture([dataset]), data_settings(), SETTINGS, shape.block_size))
+    exact = features_of(target, tokens)
+    bytes_TP = pack(exact.features_TD, len(shape.taps))
+    widened_TD = torch.zeros_like(exact.features_TD)
+    unpack(bytes_TP, widened_TD)
+    loaded = []
+    for features in (bytes_TP, widened_TD):
+        step = make_step(tiny, shape, ends, SETTINGS)
+        step.buffers.features_CD.fill_(7)
+        step.load(replace(exact, features_TD=features))
+        loaded.append(step.buffers.features_CD)
+    assert torch.equal(*loaded)
+    assert not loaded[0][tokens.num_tokens :].any()
+    torch.testing.assert_close(loaded[0][: tokens.num_tokens].float(), exact.features_TD, rtol=1 / 16, atol=1e-3)
 
 
 def data_settings(**changes: object) -> DataSettings:

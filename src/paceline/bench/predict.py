@@ -22,6 +22,9 @@ TARGET_SHARE, STEP_SHARE = 0.58, 0.72
 # Bytes that an update with AdamW reads and writes of a weight: it, its gradient and both moments in float32, the
 # gradient once more for its norm and once to clear it, and the bfloat16 copy.
 _UPDATE_BYTES = 38
+_FEWER_BYTES = (
+    12  # where moments are bytes: two are read and written instead of two floats; their scales are not counted
+)
 
 Side = Literal["targets", "drafters", "features", "both in turn"]
 
@@ -89,14 +92,36 @@ def step_flops(
     )
 
 
-def costs(load: Load, rates: Rates, *, target_flops: float, step_flops: float, peer_gb_s: float | None) -> Costs:
+def again_flops(
+    drafter: DrafterSettings, facts: TargetFacts, *, context_slots: int, anchor_slots: int, seen: float
+) -> float:
+    """Return the operations that backward repeats of such a micro-batch where it computes layers again: the forward of
+    all but the last."""
+
+    def layers(count: int) -> float:
+        fewer = drafter.model_copy(update={"layers": count})
+        sizes = {"hidden_size": facts.hidden_size, "vocab_size": 0, "tokens": context_slots, "blocks": anchor_slots}
+        return useful_flops(fewer, visible=round(anchor_slots * seen), **sizes)
+
+    return (layers(drafter.layers) - layers(1)) / 3
+
+
+def costs(
+    load: Load,
+    rates: Rates,
+    *,
+    target_flops: float,
+    step_flops: float,
+    peer_gb_s: float | None,
+    moments_in_bytes: bool = False,
+) -> Costs:
     """Return what each part takes at these rates; copies between GPUs take nothing where nobody measured them."""
     tera = rates.bf16_tflops * 1e12
     peer = peer_gb_s * 1e9 if peer_gb_s else math.inf
     return Costs(
         target=target_flops / (1 - load.padding) / (TARGET_SHARE * tera),
         micro=step_flops / (STEP_SHARE * tera),
-        update=_UPDATE_BYTES * load.weights / (rates.memory_gb_s * 1e9),
+        update=(_UPDATE_BYTES - _FEWER_BYTES * moments_in_bytes) * load.weights / (rates.memory_gb_s * 1e9),
         gradients=4 * load.weights / peer,
         features=load.tokens * load.feature_bytes / peer,
     )
@@ -108,6 +133,15 @@ def predict(gpus: int, load: Load, cost: Costs, *, devices_per_replica: int = 1)
     each = devices_per_replica
     found = [_apart(targets, gpus - each * targets, load, cost, each) for targets in range(1, (gpus - 1) // each + 1)]
     return found if each > 1 else [*found, _together(gpus, load, cost)]
+
+
+def predict_roles(
+    targets: int, drafters: int, load: Load, cost: Costs, *, colocated: bool, devices_per_replica: int = 1
+) -> Prediction:
+    """Return what so many replicas and ranks make, each on GPUs of its own, or one of each on every GPU."""
+    if colocated:
+        return _together(drafters, load, cost)
+    return _apart(targets, drafters, load, cost, devices_per_replica)
 
 
 def _apart(targets: int, drafters: int, load: Load, cost: Costs, each: int) -> Prediction:

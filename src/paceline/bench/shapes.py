@@ -20,6 +20,7 @@ class Shape:
     anchor_slots: int
     anchors_per_sample: int
     lengths: tuple[int, ...] = ()
+    tied: bool = False  # embedding and head are one tensor
 
     def train_settings(self, dtype: str) -> TrainSettings:
         """Return settings of a run at this shape."""
@@ -63,6 +64,7 @@ def _fixed(shape: Shape, name: str, samples: int, length: int, anchors: int, con
 
 _TINY = Shape("tiny", _drafter(64, 4, 2, 16, 128, 3), 64, 500, 256, 16, 8)
 _SMALL = Shape("small", _drafter(1024, 8, 4, 128, 3072, 31_999), 1024, 32_000, 2048, 64, 32)
+_QWEN3_4B = Shape("qwen3-4b", _drafter(2560, 32, 8, 128, 9728, 151_669), 2560, 151_936, 12_288, 2048, 512, tied=True)
 _QWEN3_8B = Shape("qwen3-8b", _drafter(4096, 32, 8, 128, 12_288, 151_669), 4096, 151_936, 12_288, 2048, 512)
 
 SHAPES = {
@@ -70,6 +72,7 @@ SHAPES = {
     for shape in (
         _TINY,
         _SMALL,
+        _QWEN3_4B,
         _QWEN3_8B,
         # Samples of one length, as peers publish their figures: nothing is padded, so nothing but the step is compared.
         _fixed(_TINY, "tiny-2x128", 2, 128, 8, 256),

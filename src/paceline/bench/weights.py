@@ -13,7 +13,7 @@ def random_drafter(shape: Shape, device: torch.device) -> Drafter:
 
 
 def random_ends(shape: Shape, device: torch.device, dtype: torch.dtype) -> FrozenEnds:
-    """Return embedding and head, which are two tensors as the larger targets have them."""
+    """Return embedding and head, one tensor or two."""
     generator = torch.Generator(device=device).manual_seed(1)
     embed_VH = torch.randn(shape.vocab_size, shape.hidden_size, device=device, generator=generator).to(dtype) * 0.02
-    return FrozenEnds(embed_VH, embed_VH.clone())
+    return FrozenEnds(embed_VH, embed_VH if shape.tied else embed_VH.clone())

@@ -9,7 +9,9 @@ import threading
 from collections.abc import Callable, Iterator
 
 import torch
+from torch import Tensor
 
+from paceline.drafter.packed import broken_tokens, is_packed
 from paceline.records import FeatureBatch, RunError
 from paceline.runtime import pulse
 
@@ -100,6 +102,9 @@ def check_finite(batch: FeatureBatch) -> None:
         RunError: some are infinite or not a number.
     """
     features_TD = batch.features_TD
+    if is_packed(features_TD):
+        _check_bytes(features_TD)
+        return
     # A sum is not finite if one summand is not. It may also be too large for its format.
     if bool(torch.isfinite(features_TD.sum(dtype=torch.float32))):
         return
@@ -109,4 +114,13 @@ def check_finite(batch: FeatureBatch) -> None:
         first = int(wrong_TD.any(dim=1).nonzero()[0])
         raise RunError(
             f"Features must be finite, but {count:,} of {wrong_TD.numel():,} values are not, first at token {first}."
+        )
+
+
+def _check_bytes(packed_TP: Tensor) -> None:
+    broken_T = broken_tokens(packed_TP)
+    if bool(broken_T.any()):
+        raise RunError(
+            f"Features must be finite, but of {int(broken_T.sum()):,} of {len(broken_T):,} tokens some are not, first "
+            f"at token {int(broken_T.nonzero()[0])}."
         )

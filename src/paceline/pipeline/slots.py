@@ -5,7 +5,7 @@ the first micro-batch that nobody has always finds one: what is given back takes
 to reader and back by events: the reader's stream waits for what wrote it, the next writer's for what read it, and no
 host waits for either. A replica on the rank's own device writes its taps straight into the slot.
 
-Shapes: C context slots of a micro-batch, T its real tokens, D feature width.
+Shapes: C context slots of a micro-batch, T its real tokens, D feature width, packed or not.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Num
 from torch import Tensor
 
 from paceline.config import RunSettings
+from paceline.drafter.packed import is_packed, packed_width, room_like
 from paceline.pipeline.dealer import Turns
 from paceline.records import FeatureBatch, RunError, TokenBatch
 from paceline.target.replica import under_way
@@ -43,11 +44,23 @@ def written_at_once(settings: RunSettings) -> int:
 def slots_bytes(settings: RunSettings, hidden_size: int) -> int:
     """Return what all slots of a rank take of its device."""
     pipeline, train = settings.pipeline, settings.train
-    itemsize = 2 if train.dtype == "bfloat16" else 4
-    features = train.context_slots * len(settings.drafter.taps) * hidden_size * itemsize
+    features = train.context_slots * token_bytes(settings, hidden_size)
     credit, ranks = int(pipeline.credit_gib * 2**30), len(pipeline.drafters)
     count = slot_count(credit, features, replicas=written_at_once(settings), ranks=ranks)
     return count * (features + 8 * train.context_slots)
+
+
+def token_bytes(settings: RunSettings, hidden_size: int) -> int:
+    """Return what a token's features take where they wait."""
+    taps = len(settings.drafter.taps)
+    if settings.target.features == "fp8":
+        return packed_width(taps * hidden_size, taps)
+    return taps * hidden_size * (2 if settings.train.dtype == "bfloat16" else 4)
+
+
+def handed_like(features_CD: Tensor, settings: RunSettings) -> Tensor:
+    """Return what says place, size and format of a micro-batch's features as a run hands them over."""
+    return room_like(features_CD, len(settings.drafter.taps)) if settings.target.features == "fp8" else features_CD
 
 
 class Slot:
@@ -55,7 +68,7 @@ class Slot:
 
     def __init__(self, rank: int, like_CD: Tensor) -> None:
         self.rank = rank
-        self.features_CD = torch.empty_like(like_CD)
+        self.features_CD = torch.empty(like_CD.shape, dtype=like_CD.dtype, device=like_CD.device)
         self.positions_C = torch.empty(len(like_CD), dtype=torch.long, device=like_CD.device)
         cuda = self.device.type == "cuda"
         # An event that nobody has recorded yet lets everybody pass.
@@ -171,7 +184,8 @@ def _new(rank: int, like_CD: Tensor, count: int) -> Slot:
     except torch.OutOfMemoryError as error:
         raise RunError(
             f"out of memory. Room for features of {count} micro-batches on {like_CD.device} (pipeline.drafters) takes "
-            f"{like_CD.nbytes / 2**30:.2f} GiB each. Lower pipeline.credit_gib or train.context_slots."
+            f"{like_CD.nbytes / 2**30:.2f} GiB each. Lower pipeline.credit_gib or train.context_slots"
+            f"{'' if is_packed(like_CD) else ', or set target.features to fp8'}."
         ) from error
 
 
@@ -209,7 +223,7 @@ class Landing:
         self._device, self._holder, self._slots = torch.device(device), holder, slots
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def room(self, tokens: TokenBatch) -> Float[Tensor, "T D"] | None:
+    def room(self, tokens: TokenBatch) -> Num[Tensor, "T D"] | None:
         """Return where to write the features of the micro-batch that is leased; None if that is on another device."""
         slot = self._holder.slot
         if slot is None or slot.device != self._device:

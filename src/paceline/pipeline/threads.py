@@ -29,7 +29,7 @@ from paceline.pipeline.outlets import Outlets
 from paceline.pipeline.replicas import Replicas
 from paceline.pipeline.rollback import Rollback
 from paceline.pipeline.sampler import Sampler, Seen
-from paceline.pipeline.slots import Landing, Slots
+from paceline.pipeline.slots import Landing, Slots, handed_like
 from paceline.pipeline.supervisor import Care, Role, Supervisor
 from paceline.pipeline.watch import Watch
 from paceline.records import FeatureBatch, RunError, TokenBatch
@@ -222,7 +222,7 @@ def _ranks(
     plan: InTraining | None,
 ) -> list[DrafterRank]:
     def on_warm(rank: int, step: DrafterStep) -> None:
-        slots.make(rank, step.buffers.features_CD)
+        slots.make(rank, handed_like(step.buffers.features_CD, settings))
         if start is not None:
             step.restore(start.tensors())
         if rank == 0:
@@ -361,6 +361,7 @@ def _build_replica(
         alarm=alarm,
         made=made and partial(made, index),
         before=before,
+        packs=settings.target.features == "fp8",
     )
 
 

@@ -26,7 +26,7 @@ from paceline.checkpoint.saver import Saver
 from paceline.config import RunSettings
 from paceline.observe.console import Console
 from paceline.pipeline.listeners import Listeners
-from paceline.pipeline.slots import slot_count, written_at_once
+from paceline.pipeline.slots import slot_count, token_bytes, written_at_once
 from paceline.pipeline.stand_ins import rate_alone, rate_of_stand_ins
 from paceline.pipeline.supervisor import RoleState
 from paceline.pipeline.threads import train_in_threads
@@ -65,8 +65,9 @@ def bench_pipeline(work: PipelineWork, console: Console) -> list[dict[str, Any]]
 
 def slots_of(settings: RunSettings, batch: FeatureBatch) -> int:
     """Return the slots of a rank, which is how far targets may be ahead of it."""
-    features, pipeline = batch.features_TD, settings.pipeline
-    size = settings.train.context_slots * features.shape[1] * features.itemsize
+    pipeline = settings.pipeline
+    hidden_size = batch.features_TD.shape[1] // len(settings.drafter.taps)
+    size = settings.train.context_slots * token_bytes(settings, hidden_size)
     credit, ranks = int(pipeline.credit_gib * 2**30), len(pipeline.drafters)
     return slot_count(credit, size, replicas=written_at_once(settings), ranks=ranks)
 

@@ -1,5 +1,6 @@
 """What the evaluator of a run needs on its device, beside whom: for `paceline plan`, and before a run starts."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,11 @@ def check_room_on_device(settings: RunSettings, facts: TargetFacts, prompts: Pro
 def device_bytes(device: str) -> int | None:
     """Return all the memory of a GPU; None of what is none."""
     return torch.cuda.get_device_properties(device).total_memory if torch.device(device).type == "cuda" else None
+
+
+def smallest_device(devices: Iterable[str]) -> int:
+    """Return the memory of the smallest GPU among devices; 0 where there is none."""
+    return min((size for name in devices if (size := device_bytes(name)) is not None), default=0)
 
 
 def plan_evaluator(settings: RunSettings, folder: Path | None, console: Console) -> dict[str, Any] | None:

@@ -10,7 +10,10 @@ from paceline.config import DataSettings, DrafterSettings, PipelineSettings, Run
 from paceline.config_file import dump_settings, explain
 from paceline.data.plan import ROUND
 from paceline.drafter.taps import default_taps
+from paceline.recipes.evaluator_memory import smallest_device
 from paceline.recipes.mask_token import choose_mask_token
+from paceline.recipes.plan_fit import usable_of
+from paceline.recipes.target_memory import fewest_devices
 from paceline.records import UserError
 from paceline.target.load import TargetFacts, describe
 from paceline.target.model import check_taps
@@ -31,18 +34,19 @@ def init(
         remedy = "" if out.is_dir() else " or add --overwrite"
         raise UserError(f"{out} exists. Choose another --out{remedy}.")
     facts = describe(model, revision)
-    on_gpu = torch.cuda.is_available()
+    gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     try:
         settings = RunSettings(
             run_dir=run_dir,
             target=TargetSettings(model=model, revision=revision),
             drafter=drafter_for(facts, mask_token_id=choose_mask_token(facts, mask_token_id, dataset)),
             data=data_for(facts, dataset),
-            pipeline=pipeline_for([f"cuda:{i}" for i in range(torch.cuda.device_count())] if on_gpu else []),
+            pipeline=pipeline_for(gpus),
         )
     except ValidationError as error:
         raise UserError(explain(error, f"the options or target {model}", {})) from None
     check_taps(settings.drafter.taps, facts)
+    settings = _with_large_target(settings, facts, gpus)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(dump_settings(settings), encoding="utf-8")
     return settings
@@ -84,3 +88,15 @@ def pipeline_for(gpus: list[str], **changes: Any) -> PipelineSettings:
     if not gpus:
         return PipelineSettings(**changes)
     return PipelineSettings(targets=tuple(gpus[:-1] or gpus), drafters=(gpus[-1],), **changes)
+
+
+def _with_large_target(settings: RunSettings, facts: TargetFacts, gpus: list[str]) -> RunSettings:
+    """Return the settings with each replica on as few GPUs as hold it, where one does not and there are enough."""
+    found = fewest_devices(settings, facts, usable_of(smallest_device(gpus))) if gpus else None
+    each = found[0] if found else 1
+    replicas = (len(gpus) - 1) // each
+    if each == 1 or not replicas:
+        return settings
+    target = settings.target.model_copy(update={"devices_per_replica": each})
+    pipeline = settings.pipeline.model_copy(update={"targets": tuple(gpus[: replicas * each])})
+    return settings.model_copy(update={"target": target, "pipeline": pipeline})

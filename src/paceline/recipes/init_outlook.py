@@ -8,10 +8,13 @@ from paceline.data.chat_template import chat_template, check_known
 from paceline.data.manifest import NAME
 from paceline.data.mixture import Coverage, Mixture, coverage, first_table, open_mixture
 from paceline.observe.console import Console
+from paceline.recipes.evaluator_memory import smallest_device
+from paceline.recipes.plan_fit import usable_of
 from paceline.recipes.plan_gpus import Asked, best_split
 from paceline.recipes.plan_memory import sizes_of_target
+from paceline.recipes.target_memory import fewest_devices, replica_memory
 from paceline.records import UserError
-from paceline.target.load import describe, load_tokenizer
+from paceline.target.load import TargetFacts, describe, load_tokenizer
 from paceline.target.weights import weight_entries
 from paceline.train.memory import gib, sizes_for_tiles, step_memory
 
@@ -51,12 +54,44 @@ def _memory(settings: RunSettings, console: Console) -> dict[str, int | None]:
     console.line(
         f"  memory of a target replica: {gib(weights)} for its weights up to layer {deepest}, a batch comes on top"
     )
+    devices = _devices(settings, facts, console)
     sizes = sizes_of_target(settings.target, console)
     if sizes is None or sizes_for_tiles(settings.drafter, settings.train):
-        return {"target_weights": weights, "drafter_rank": None}
+        return {"target_weights": weights, "devices_per_replica": devices, "drafter_rank": None}
     rank = step_memory(settings.drafter, settings.train, **sizes).total
     console.line(f"  memory of a drafter rank: {gib(rank)} of a GPU at its peak; `paceline plan` has the parts")
-    return {"target_weights": weights, "drafter_rank": rank}
+    return {"target_weights": weights, "devices_per_replica": devices, "drafter_rank": rank}
+
+
+def _devices(settings: RunSettings, facts: TargetFacts, console: Console) -> int | None:
+    """Return how many GPUs of this machine a target replica needs, and say what to set if that is more than one; None
+    where there is no GPU, or too small ones."""
+    card = smallest_device(settings.pipeline.targets)
+    batch = f"micro-batches of up to {settings.train.context_slots:,} tokens (train.context_slots)"
+    if not card:
+        (alone,) = replica_memory(settings, facts)
+        console.line(
+            f"  no GPU here to compare with: a replica needs {gib(alone.total)} of one with {batch}; for smaller ones "
+            "`paceline plan --memory` says how many share its layers (target.devices_per_replica)"
+        )
+        return None
+    found = fewest_devices(settings, facts, usable_of(card))
+    if found is None:
+        console.line(f"  the target fits no number of GPUs of {gib(card)}: a layer with {batch} needs more")
+        return None
+    each, most = found
+    if each > 1:
+        if settings.target.devices_per_replica == each:
+            so = f"each replica is on {each} (target.devices_per_replica)"
+        else:
+            so = (
+                f"a replica and a drafter need {each + 1}, and here are fewer. Where they are, set "
+                f"target.devices_per_replica to {each} and name so many in pipeline.targets"
+            )
+        console.line(
+            f"  the target does not fit one GPU of {gib(card)}: {so}; it takes {gib(most)} of each with {batch}"
+        )
+    return each
 
 
 def _work(settings: RunSettings, console: Console) -> dict[str, Any] | None:

@@ -16,21 +16,30 @@ from paceline.records import UserError
 
 # How to split GPUs among a run's roles, printed and as data; see plan_gpus.
 Split = Callable[[RunSettings, BucketTable, Coverage, Console], dict[str, Any]]
+# Which settings fit a card, printed and as data, told what the evaluator needs; see plan_fit.
+Fits = Callable[[RunSettings, BucketTable, Coverage, Console, int | None], dict[str, Any]]
 
 
 def plan_epoch(
-    what: Path, overrides: list[str], *, seed: int | None, console: Console, asked: Split | None = None
+    what: Path,
+    overrides: list[str],
+    *,
+    seed: int | None,
+    console: Console,
+    asked: Split | None = None,
+    fits: Fits | None = None,
 ) -> dict[str, Any]:
     """Print the first epoch of a dataset folder, or of a RUN.yaml with the drafter's memory, and return it as data.
 
-    With `asked` also what that says of a RUN.yaml.
+    With `asked` and `fits` also what they say of a RUN.yaml.
 
     Raises:
         UserError: the input cannot be read, or an argument does not go with its kind.
     """
     run = None if what.is_dir() else _run_settings(what, overrides, seed)
-    if asked and not run:
-        raise UserError(f"--gpus needs the shapes of target and drafter, but {what} is a folder. Give a RUN.yaml.")
+    if (asked or fits) and not run:
+        option = "--gpus" if asked else "--memory"
+        raise UserError(f"{option} needs the shapes of target and drafter, but {what} is a folder. Give a RUN.yaml.")
     if run:
         check_target(run)
     settings, train = (run.data, run.train) if run else _folder_settings(what, overrides, seed)
@@ -47,6 +56,9 @@ def plan_epoch(
     if run and run.evaluate.device is not None:
         memory["evaluator"] = _evaluator(run, console)
     gpus = {"gpus": asked(run, buckets, share, console)} if run and asked else {}
+    if run and fits:
+        evaluator = (memory.get("evaluator") or {}).get("total")
+        gpus["fit"] = fits(run, buckets, share, console, evaluator)
     return {
         **buckets.as_dict(),
         "datasets": _rows_of_datasets(mixture, console),

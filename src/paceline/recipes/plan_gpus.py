@@ -4,11 +4,22 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.predict import Costs, Load, Prediction, costs, predict, slowest_share, step_flops, target_flops
+from paceline.bench.predict import (
+    Costs,
+    Load,
+    Prediction,
+    again_flops,
+    costs,
+    predict,
+    slowest_share,
+    step_flops,
+    target_flops,
+)
 from paceline.config import RunSettings
 from paceline.data.mixture import Coverage
 from paceline.data.plan import BucketTable
 from paceline.observe.console import Console
+from paceline.pipeline.slots import token_bytes
 from paceline.recipes.plan_memory import target_folder
 from paceline.records import UserError
 from paceline.runtime.profile import MachineProfile, Rates, load_profile, profile_path, this_machine
@@ -34,10 +45,10 @@ def best_split(asked: Asked, run: RunSettings, buckets: BucketTable, share: Cove
     Raises:
         UserError: nobody measured the GPUs, or the target's shape is not known.
     """
-    profile, rates = _rates(asked.profile)
-    facts = _facts(run)
-    load = _load(run, facts, buckets, share)
-    best = _best(_predict(run, asked.gpus, load, _costs(run, asked, facts, load, rates, _slowest_peer(profile))))
+    profile, rates = measured_rates(asked.profile)
+    facts = facts_of(run)
+    load = load_of(run, facts, buckets, share)
+    best = _best(_predict(run, asked.gpus, load, costs_of(run, asked, facts, load, rates, slowest_peer(profile))))
     return best, _words(best)
 
 
@@ -65,10 +76,10 @@ def plan_gpus(
     Raises:
         UserError: nobody measured the GPUs, or the target's shape is not known.
     """
-    profile, rates = _rates(asked.profile)
-    facts = _facts(run)
-    load, peer = _load(run, facts, buckets, share), _slowest_peer(profile)
-    cost = _costs(run, asked, facts, load, rates, peer)
+    profile, rates = measured_rates(asked.profile)
+    facts = facts_of(run)
+    load, peer = load_of(run, facts, buckets, share), slowest_peer(profile)
+    cost = costs_of(run, asked, facts, load, rates, peer)
     found = _predict(run, asked.gpus, load, cost)
     best = _best(found)
     console.line(f"  {asked.gpus} GPUs, predicted from {_source(asked, profile)}:")
@@ -97,24 +108,35 @@ def _best(found: list[Prediction]) -> Prediction:
     return max(found, key=lambda one: one.samples_per_s)
 
 
-def _slowest_peer(profile: MachineProfile) -> float | None:
+def slowest_peer(profile: MachineProfile) -> float | None:
+    """Return the rate of the slowest copies between two GPUs, in GB/s; None where nobody measured them."""
     return min((speed for row in profile.peer_gb_s for speed in row if speed is not None), default=None)
 
 
-def _rates(path: Path | None) -> tuple[MachineProfile, Rates]:
+def measured_rates(path: Path | None) -> tuple[MachineProfile, Rates]:
+    """Return a machine's profile, this one's without a path, and the rates of its slowest GPU.
+
+    Raises:
+        UserError: nobody measured them.
+    """
     place = path or profile_path()
     profile, reason = load_profile(place, None if path else this_machine())
     if profile is None:
-        raise UserError(f"plan --gpus predicts from measured rates. {reason}")
+        raise UserError(f"What a run makes is predicted from measured rates. {reason}")
     if not profile.rates:
         raise UserError(
-            f"plan --gpus predicts from measured rates, but the machine profile {place} has none of a GPU. Run "
-            "`paceline doctor` where the GPUs are, and name its profile with --profile if that is not here."
+            f"What a run makes is predicted from measured rates, but the machine profile {place} has none of a GPU. "
+            "Run `paceline doctor` where the GPUs are, and name its profile with --profile if that is not here."
         )
     return profile, min(profile.rates.values(), key=lambda rates: rates.bf16_tflops)  # a step waits for the slowest
 
 
-def _facts(run: RunSettings) -> TargetFacts:
+def facts_of(run: RunSettings) -> TargetFacts:
+    """Return what is known of a run's target.
+
+    Raises:
+        UserError: it is not on this machine.
+    """
     folder = target_folder(run.target)
     if folder is None:
         raise UserError(
@@ -124,7 +146,8 @@ def _facts(run: RunSettings) -> TargetFacts:
     return describe(str(folder))
 
 
-def _load(run: RunSettings, facts: TargetFacts, buckets: BucketTable, share: Coverage) -> Load:
+def load_of(run: RunSettings, facts: TargetFacts, buckets: BucketTable, share: Coverage) -> Load:
+    """Return what a run asks of its GPUs, on average."""
     tokens = buckets.tokens / buckets.samples
     anchors = max(1.0, share.epoch_share * share.candidates / buckets.samples)
     samples = buckets.batch_avg * run.train.batches_per_step
@@ -135,21 +158,25 @@ def _load(run: RunSettings, facts: TargetFacts, buckets: BucketTable, share: Cov
         padding=buckets.padding_share,
         samples=samples,
         micro_samples=max(1.0, fit),
-        feature_bytes=len(run.drafter.taps) * facts.hidden_size * (2 if run.train.dtype == "bfloat16" else 4),
+        feature_bytes=token_bytes(run, facts.hidden_size),
         weights=memory.weights // 4,
     )
 
 
-def _costs(
+def costs_of(
     run: RunSettings, asked: Asked, facts: TargetFacts, load: Load, rates: Rates, peer_gb_s: float | None
 ) -> Costs:
+    """Return what each part of a run takes, predicted, or as it is told in `asked`."""
     C, A = run.train.context_slots, run.train.anchor_slots
     step = step_flops(run.drafter, facts, context_slots=C, anchor_slots=A, seen=load.tokens / 2)
+    if run.train.recompute == "layers":
+        step += again_flops(run.drafter, facts, context_slots=C, anchor_slots=A, seen=load.tokens / 2)
     forward = target_flops(facts, max(run.drafter.taps), load.tokens)
     if (each := run.target.devices_per_replica) > 1:
         embedding, layers = layer_entries(facts.folder, max(run.drafter.taps))
         forward *= slowest_share(split_layers(layers, embedding, each))
-    cost = costs(load, rates, target_flops=forward, step_flops=step, peer_gb_s=peer_gb_s)
+    eight = run.train.moments == "8bit"
+    cost = costs(load, rates, target_flops=forward, step_flops=step, peer_gb_s=peer_gb_s, moments_in_bytes=eight)
     if asked.target_rate:
         cost = replace(cost, target=load.tokens / asked.target_rate)
     return replace(cost, micro=A / asked.step_rate) if asked.step_rate else cost

@@ -51,6 +51,17 @@ def replica_memory(settings: RunSettings, facts: TargetFacts) -> list[TargetMemo
     ]
 
 
+def fewest_devices(settings: RunSettings, facts: TargetFacts, room: int) -> tuple[int, int] | None:
+    """Return the fewest devices of so much room that hold a replica's layers, and what the fullest one then needs, in
+    bytes; None where it is too large for one a layer."""
+    for devices in range(1, max(settings.drafter.taps) + 2):
+        target = settings.target.model_copy(update={"devices_per_replica": devices})
+        most = max(part.total for part in replica_memory(settings.model_copy(update={"target": target}), facts))
+        if most <= room:
+            return devices, most
+    return None
+
+
 def _made(stage: int, devices: int) -> int:
     """Return of how many micro-batches a device has the features at once."""
     return under_way(devices) if stage == devices - 1 else 0

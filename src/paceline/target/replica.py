@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Num
 from torch import Tensor
 
 from paceline import blocks
 from paceline.config import TargetSettings
+from paceline.drafter.packed import pack
 from paceline.records import FeatureBatch, RunError, TokenBatch, UserError
 from paceline.runtime.compiling import Policy
 from paceline.runtime.gate import Gate
@@ -93,8 +94,11 @@ class TargetReplica:
         alarm: Callable[[str], None] = lambda guard: None,
         made: Callable[[], FeatureTarget] | None = None,
         before: Sequence[str] = (),
+        packs: bool = False,
     ) -> None:
-        """`before` are the devices of the layers in front, which are not on `device` then; from `source` several
+        """`packs` says that features are handed over as bytes.
+
+        `before` are the devices of the layers in front, which are not on `device` then; from `source` several
         threads take in turn, each with an iterator of its own.
 
         `deliver` returns whether the features were still wanted; `room` returns where a micro-batch's may be
@@ -107,7 +111,7 @@ class TargetReplica:
         self._lanes: Lanes | None = None
         self._facts, self._taps, self._dtype, self._wire = facts, taps, dtype, wire
         self._largest, self._source, self._cache = largest, source, cache
-        self._deliver, self._gate, self._room = deliver, gate, room
+        self._deliver, self._gate, self._room, self._packs = deliver, gate, room, packs
         self._on_split, self._on_loaded = on_split, on_loaded
         self.pace, self._on_path, self._alarm, self._made = pace, on_path, alarm, made
 
@@ -163,6 +167,8 @@ class TargetReplica:
                 self._told_path(reason, certain=True)
             under_way = [self._whole(self._largest) for _ in range(self._width)]
             features_TD = under_way[0]
+            if self._packs:
+                pack(features_TD, len(self._taps))
         except torch.OutOfMemoryError as error:
             raise _too_large(self._largest, error) from error
         self.doing = ""
@@ -252,9 +258,9 @@ class TargetReplica:
         if reason or certain:
             self._on_path(self, reason)
 
-    def _features(self, tokens: TokenBatch) -> Float[Tensor, "T D"]:
+    def _features(self, tokens: TokenBatch) -> Num[Tensor, "T D"]:
         try:
-            return self._whole(tokens, self._room(tokens))
+            return self._handed(tokens, self._room(tokens))
         except torch.OutOfMemoryError as error:
             traceback.clear_frames(error.__traceback__)  # which hold what there was room for
         # Behind the handler, where nothing holds the error any more.
@@ -263,7 +269,7 @@ class TargetReplica:
         parts = halves(tokens) or (tokens,)
         self._on_split(self, tokens, len(parts))
         try:
-            return torch.cat([self._whole(part) for part in parts])
+            return torch.cat([self._handed(part) for part in parts])
         except torch.OutOfMemoryError as error:
             raise _too_large(tokens, error) from error
 
@@ -274,6 +280,12 @@ class TargetReplica:
         room_TD = self._room(tokens)
         lent = room_TD is not None and room_TD.data_ptr() == features_TD.data_ptr()
         return features_TD.clone() if lent else features_TD
+
+    def _handed(self, tokens: TokenBatch, room_TD: Tensor | None = None) -> Num[Tensor, "T D"]:
+        """Return features as they are handed over."""
+        if not self._packs:
+            return self._whole(tokens, room_TD)
+        return pack(self._whole(tokens), len(self._taps), room_TD)
 
     def _whole(self, tokens: TokenBatch, room_TD: Tensor | None = None) -> Float[Tensor, "T D"]:
         if tokens.packed and self._unpackable and not self._target.is_fast:

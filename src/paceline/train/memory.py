@@ -27,7 +27,7 @@ _WORKSPACE = 96 << 20  # bytes: cuBLAS keeps 32 MiB (Hopper) for each thread and
 # Share of the free memory that a step can use: torch reserves more than it allocates, for gaps between blocks and for
 # what CUDA graphs keep. On an H200 the 8B shape, then 45.8 GiB by the estimate, reserved 47.5 GiB when compiled (0.96)
 # and 49.4 GiB in the step's benchmark (0.93, with 0.5 GiB of features beside it).
-_USABLE = 0.92
+USABLE = 0.92
 _LEAST_LOGITS_MIB = 64  # of train.logits_mib that is advised: with fewer rows the head's products slow down
 
 _TEMPORARIES: dict[Phase, str] = {
@@ -139,7 +139,7 @@ def sizes_for_tiles(drafter: DrafterSettings, train: TrainSettings) -> str:
         return ""
     if TILE % B:
         return f"drafter.block_size ({B:,}) must divide {TILE}"
-    rules = (("train.context_slots", C, TILE), ("train.anchor_slots", A, _anchor_unit(drafter)))
+    rules = (("train.context_slots", C, TILE), ("train.anchor_slots", A, anchor_unit(drafter)))
     return " and ".join(f"{key} ({size:,}) must be a multiple of {unit}" for key, size, unit in rules if size % unit)
 
 
@@ -172,7 +172,7 @@ def advice(
             f"The step {there}; what dense attention needs is not estimated. Attention over tiles needs less. "
             f"{compile_it}, for which {rules}."
         )
-    now, usable = memory(), int(_USABLE * room)
+    now, usable = memory(), int(USABLE * room)
     if policy == "eager":
         # Sizes that fit when compiled say nothing of an eager step, so they are named with the policy alone.
         said = f"Policy eager needs more memory than a compiled step, which needs about {gib(now.total)}; it {there}"
@@ -190,7 +190,7 @@ def advice(
     options = _options(drafter, train, lambda **changes: memory(**changes).total, goal)
     if options:
         return f"{said}. {lower} {options}."
-    least = memory(anchor_slots=_anchor_unit(drafter), context_slots=TILE, logits_mib=1).total
+    least = memory(anchor_slots=anchor_unit(drafter), context_slots=TILE, logits_mib=1).total
     return (
         f"{said}. The smallest micro-batch there is needs {gib(least)}, nearly all of it for weights, gradients, "
         f"moments, embedding and head. {lower} drafter.layers, or use a device with more memory in pipeline.drafters."
@@ -199,7 +199,7 @@ def advice(
 
 def _options(drafter: DrafterSettings, train: TrainSettings, needs: Callable[..., int], goal: int) -> str:
     """Return in words the sizes that bring the step to `goal` bytes; an empty text if none do."""
-    unit = _anchor_unit(drafter)
+    unit = anchor_unit(drafter)
     A, C, mib = train.anchor_slots, train.context_slots, train.logits_mib
     anchors = _largest_multiple(unit, A, goal, lambda n: needs(anchor_slots=n))
     context = _largest_multiple(TILE, C, goal, lambda n: needs(context_slots=n))
@@ -232,7 +232,7 @@ def _together(train: TrainSettings, unit: int, needs: Callable[..., int], goal: 
     )
 
 
-def _anchor_unit(drafter: DrafterSettings) -> int:
+def anchor_unit(drafter: DrafterSettings) -> int:
     """Return the fewest anchors whose slots are whole tiles of attention."""
     return TILE // math.gcd(TILE, drafter.block_size)
 

@@ -31,6 +31,7 @@ from paceline.drafter.fused_head import FrozenHead8, fused_head_loss, has_kernel
 from paceline.drafter.joined import Joined, Turns, distinct_ids, leaf_names, turns
 from paceline.drafter.loss import HeadLoss, frozen_head_loss, head_loss
 from paceline.drafter.model import Drafter
+from paceline.drafter.packed import put
 from paceline.records import FeatureBatch, RunError, StepReport, TokenBatch
 from paceline.runtime.capture import Captured, new_pool
 from paceline.runtime.compiling import OneShape, Policy
@@ -156,8 +157,7 @@ class DrafterStep:
         """Copy a micro-batch into the buffers; what it does not fill is masked."""
         tokens, blockset, to = batch.tokens, batch.tokens.blocks, self.buffers
         used, K = len(batch.positions_T), len(blockset.anchor_K)
-        to.features_CD[:used].copy_(batch.features_TD)
-        to.features_CD[used:].zero_()
+        put(batch.features_TD, to.features_CD)
         to.positions_C[:used].copy_(batch.positions_T)
         to.positions_C[used:].zero_()
         # An unused anchor starts and ends at slot 0: it sees no context and only itself, so no row is empty.

@@ -1,0 +1,182 @@
+"""`paceline plan RUN.yaml --memory 24GiB`: the cheapest settings with which every role fits a card of that size."""
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.config import RunSettings
+from paceline.config_file import dump_value
+from paceline.data.mixture import Coverage
+from paceline.data.plan import BucketTable
+from paceline.observe.console import Console
+from paceline.recipes.fit_search import Changes, Fit, Shape, changed, measuring, search
+from paceline.recipes.plan_memory import sizes_of_target, target_folder
+from paceline.recipes.plan_rate import expected_rate
+from paceline.recipes.target_memory import replica_memory
+from paceline.records import UserError
+from paceline.target.load import describe
+from paceline.train.memory import USABLE, gib, sizes_for_tiles
+
+CONTEXT = 512 << 20  # bytes, about: what CUDA takes for a process beside what torch allocates
+_UNITS = {"GiB": 2**30, "MiB": 2**20, "GB": 10**9, "MB": 10**6}
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """What `--memory` and the option beside it say."""
+
+    memory: int  # bytes
+    profile: Path | None  # of the machine whose rates are taken
+
+
+def read_memory(text: str) -> int:
+    """Return the bytes that a text such as 24GiB stands for.
+
+    Raises:
+        UserError: it is none.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(GiB|MiB|GB|MB)", text.strip())
+    if not found or not (size := int(float(found[1]) * _UNITS[found[2]])):
+        raise UserError(f"--memory is a card's memory with its unit, such as 24GiB or 80GB, got {text!r}.")
+    return size
+
+
+def usable_of(memory: int) -> int:
+    """Return what torch may allocate of a card: the rest is CUDA's own, and gaps between blocks."""
+    return int(USABLE * max(memory - CONTEXT, 0))
+
+
+def plan_fit(
+    asked: Card,
+    run: RunSettings,
+    buckets: BucketTable,
+    share: Coverage,
+    console: Console,
+    evaluator: int | None,
+) -> dict[str, Any]:
+    """Print which settings to change and what is expected of them, and return it; `evaluator` is what that needs.
+
+    Raises:
+        UserError: nothing fits, and what would is said; or memory is not estimated, and why is said.
+    """
+    shape, usable = _shape(run, evaluator), usable_of(asked.memory)
+    found = search(run, shape, usable)
+    if found.most > usable:
+        raise UserError(_nothing_fits(found, asked.memory))
+    now = measuring(shape)(run, {})
+    console.line(f"  on cards of {gib(asked.memory)}, of which about {gib(usable)} can be used:")
+    if found.changes:
+        _tell_changes(found.changes, now, usable, console)
+    else:
+        console.line("  the settings fit as they are")
+    _tell_needs(found, console)
+    beside = _tell_target(found, shape, usable, console)
+    rate = expected_rate(found.settings, asked.profile, buckets, share, console)
+    return {
+        "card": asked.memory,
+        "usable": usable,
+        "changes": dict(found.changes),
+        "overrides": overrides(found.changes),
+        "needs": {device: dict(parts) for device, parts in found.needs.items()},
+        "needs_now": {device: dict(parts) for device, parts in now.needs.items()},
+        "step": found.step.as_dict(),
+        "slots": found.slots,
+        "target_fits_beside": beside,
+        "rate": rate,
+    }
+
+
+def overrides(changes: Changes) -> list[str]:
+    """Return changes as they are written behind RUN.yaml."""
+    return [f"{key}={_plain(value)}" for key, value in changes.items()]
+
+
+def _plain(value: Any) -> str:
+    """Return a value without the quotes that a file has around devices' names, which a shell would take for its own."""
+    return f"[{', '.join(value)}]" if isinstance(value, tuple) else dump_value(value)
+
+
+def _shape(run: RunSettings, evaluator: int | None) -> Shape:
+    if rules := sizes_for_tiles(run.drafter, run.train):
+        raise UserError(f"plan --memory estimates attention over tiles, for which {rules}.")
+    if run.train.policy == "eager":
+        raise UserError("plan --memory estimates a compiled or captured step, got train.policy eager. Set it to auto.")
+    folder = target_folder(run.target)
+    if folder is None:
+        raise UserError(
+            f"plan --memory needs the target's shape, but target.model {run.target.model} is not on this machine. Name "
+            "its folder."
+        )
+    if run.evaluate.device is not None and evaluator is None:
+        raise UserError(
+            "plan --memory needs to know what the evaluator takes, which is not estimated here (see above). Set "
+            "evaluate.device to null to plan without."
+        )
+    facts = describe(str(folder))
+    sizes = sizes_of_target(run.target, Console(json=True))
+    assert sizes is not None, "its configuration was read"
+    return Shape(
+        **sizes,
+        layers=max(run.drafter.taps) + 1,
+        replica=lambda settings: [part.total for part in replica_memory(settings, facts)],
+        evaluator=evaluator or 0,
+    )
+
+
+def _nothing_fits(least: Fit, memory: int) -> str:
+    device, parts = max(least.needs.items(), key=lambda one: sum(one[1].values()))
+    whom = ", ".join(f"{who} {gib(size)}" for who, size in parts.items())
+    card = int(least.most / USABLE) + CONTEXT
+    changes = f"with {', '.join(overrides(least.changes))}" if least.changes else "with the settings as they are"
+    return (
+        f"--memory must leave room for every role, but no settings fit cards of {gib(memory)}: at least, {changes}, "
+        f"{device} needs {gib(least.most)} ({whom}), that is a card of {gib(card)}. Use such cards, or lower "
+        "drafter.layers or train.anchors_per_sample."
+    )
+
+
+def _tell_changes(changes: Changes, now: Fit, usable: int, console: Console) -> None:
+    over = {device: sum(parts.values()) for device, parts in now.needs.items() if sum(parts.values()) > usable}
+    needs = " and ".join(f"{device} needs {gib(size)}" for device, size in over.items())
+    console.line(f"  as it is {needs}. The least costly changes that fit, for RUN.yaml:")
+    sections: dict[str, list[str]] = {}
+    for key, value in changes.items():
+        section, name = key.split(".")
+        sections.setdefault(section, []).append(f"  {name}: {dump_value(value)}")
+    for section, lines in sections.items():
+        for line in (f"{section}:", *lines):
+            console.line(f"    {line}")
+    console.line(f"  or behind it: {shlex.join(overrides(changes))}")
+
+
+def _tell_needs(found: Fit, console: Console) -> None:
+    for device, parts in found.needs.items():
+        console.line(f"  {device} then needs about {gib(sum(parts.values()))}:")
+        rows: list[tuple[str, int]] = []
+        for who, size in parts.items():
+            if who.startswith("drafter rank"):
+                rows += [*found.step.parts().items(), ("slots for features", found.slots)]
+            else:
+                rows.append((who, size))
+        console.table("", ("part", "GiB"), [(name, f"{size / 2**30:.2f}") for name, size in rows])
+    if found.step.host:
+        console.line(f"  each drafter rank keeps {gib(found.step.host)} of moments in host memory (train.offload)")
+
+
+def _tell_target(found: Fit, shape: Shape, usable: int, console: Console) -> bool:
+    """Return whether a target replica and a drafter rank fit one card with the settings that were found."""
+    run = found.settings
+    alone = changed(run, {"target.devices_per_replica": 1})
+    both = found.step.total + found.slots + sum(shape.replica(alone))
+    cards, each = len({*run.devices}), run.target.devices_per_replica
+    if both <= usable:
+        console.line("  the target fits on the drafter's card")
+    else:
+        a_replica = f"{each} cards for each target replica (target.devices_per_replica)" if each > 1 else "one card"
+        console.line(
+            f"  the target does not fit on the drafter's card: together they need {gib(both)}; {cards} cards in all, "
+            f"{a_replica}{'' if each > 1 else ' for each target replica'}"
+        )
+    return both <= usable
