@@ -161,7 +161,8 @@ def _judged(row: Row) -> str:
 def _ended(command: list[str], limit_s: float) -> dict[str, Any]:
     """Run a command in a process group of its own and say how it ended; the group ends with it."""
     began = time.monotonic()
-    process = subprocess.Popen(command, start_new_session=True)
+    environment = {"OMP_WAIT_POLICY": "passive", **os.environ}  # as the command line sets it
+    process = subprocess.Popen(command, start_new_session=True, env=environment)
     try:
         status = process.wait(limit_s)
         ended = "done" if status == 0 else f"failed with status {status}"

@@ -7,6 +7,7 @@ import json
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from paceline.recipes.plan_gpus import Asked, plan_gpus
 from paceline.runtime.profile import Rates, make_profile, save_profile, this_machine
 
 PROBES = ("torch", "rates", "peer-copies", "nccl", "capture-two-gpus", "shared-compile")
+_DRAWING = 8  # weights that are drawn at once
 BESIDE = 2  # layers behind the deepest tap, which are in a target's files
 
 
@@ -121,7 +123,7 @@ def write_target(work: PipelineWork, folder: Path, *, real: bool) -> int:
 
 
 def _write_weights(path: Path, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, *, real: bool) -> int:
-    """Write weights in safetensors' form, front to back, one in memory at a time."""
+    """Write weights in safetensors' form, front to back, a few in memory at a time; not `real` ones are a hole."""
     size, at, header = dtype.itemsize, 0, {}
     for name, shape in shapes.items():
         end = at + size * int(np.prod(shape))
@@ -129,12 +131,18 @@ def _write_weights(path: Path, shapes: dict[str, tuple[int, ...]], dtype: torch.
         at = end
     told = json.dumps(header).encode()
     told += b" " * (-len(told) % 8)
-    with path.open("wb") as file:
+    with path.open("wb") as file, ThreadPoolExecutor(_DRAWING) as pool:
         file.write(len(told).to_bytes(8, "little") + told)
-        generator = torch.Generator().manual_seed(0)
-        for name, shape in shapes.items() if real else ():
-            drawn = torch.ones(shape) if len(shape) == 1 else 0.02 * torch.randn(shape, generator=generator)
-            assert name in header
-            file.write(drawn.to(dtype).contiguous().view(torch.uint8).numpy().tobytes())
+        order = list(enumerate(shapes.values())) if real else []
+        for first in range(0, len(order), _DRAWING):
+            for drawn in pool.map(lambda one: _drawn(*one, dtype), order[first : first + _DRAWING]):
+                file.write(drawn.view(torch.uint8).numpy().data)
         file.truncate(8 + len(told) + at)
     return 8 + len(told) + at
+
+
+def _drawn(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return a weight's random numbers; those of norms are ones."""
+    if len(shape) == 1:
+        return torch.ones(shape, dtype=dtype)
+    return (0.02 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).to(dtype)

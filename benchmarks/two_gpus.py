@@ -23,7 +23,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
 from gpu_runs import (
     Broken,
     RankBroken,
@@ -194,7 +193,6 @@ PARTS = {
 }
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     assert __doc__ is not None
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sys.exit(main(__file__, "Two GPUs", PARTS, arguments, lambda asked: 2))

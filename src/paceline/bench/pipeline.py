@@ -112,7 +112,6 @@ class Whole:
     recompiles: int = 0
     paths: dict[str, str] = field(default_factory=dict)  # each replica's, and its attention
     faults: list[dict[str, Any]] = field(default_factory=list)  # events of replicas that fail or lack memory
-    states: list[tuple[float, str, str]] = field(default_factory=list)  # when which role came to which state
     drafters: list[Drafter] = field(default_factory=list)  # one of each rank, with what it has learnt
 
 

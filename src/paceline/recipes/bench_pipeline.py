@@ -145,7 +145,6 @@ def _listeners(work: PipelineWork, whole: Whole, console: Console, then: Callabl
         then(len(whole.stamps))
 
     def on_state(report: RoleState) -> None:
-        whole.states.append((time.perf_counter(), report.role.name, report.state))
         if report.state in ("loading", "compiling", "ready"):
             console.stage(f"whole run: {report.role.name} {report.state}")
 
