@@ -142,6 +142,9 @@ def bench_pipeline(
     policy: Annotated[Policy | None, typer.Option(help="How the step runs. Default: captured, on a CPU eager.")] = None,
     dtype: Annotated[Number | None, typer.Option(help="Default: float32 on a CPU, bfloat16 on a GPU.")] = None,
     steps: Annotated[int, typer.Option(min=8, help="Steps that are timed, behind warm-up.")] = 24,
+    batches_per_step: Annotated[
+        int | None, typer.Option(min=1, help="Micro-batches of a step. Default: one for every drafter rank.")
+    ] = None,
     fp8: Annotated[bool, typer.Option("--fp8", help="Products of both in fp8, as target.fp8 and train.fp8.")] = False,
     stand_ins: Annotated[
         bool, typer.Option("--stand-ins", help="Roles that sleep in place of target and step: the pipeline alone.")
@@ -182,6 +185,7 @@ def bench_pipeline(
         policy=policy or ("captured" if gpu else "eager"),
         steps=steps,
         fp8=fp8,
+        batches_per_step=batches_per_step,
     )
     finish(console, json, measure(work, console), "")
 

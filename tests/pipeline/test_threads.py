@@ -25,6 +25,7 @@ from paceline.pipeline.dispenser import Dispenser
 from paceline.recipes import train_inputs as inputs
 from paceline.recipes.train import train
 from paceline.records import FeatureBatch, RunError, TokenBatch, UserError
+from paceline.target import load
 from paceline.target.model import FeatureTarget
 from paceline.train.step import DrafterStep
 
@@ -45,6 +46,19 @@ OTHERS = {
     "built ahead one by one": {"data": {"prefetch": 1}},
     "a cache with room for a part": {"pipeline": {"feature_cache": "memory", "feature_cache_gib": 2e-4}},
 }
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_replicas_read_the_targets_files_once(settings: Any, monkeypatch: pytest.MonkeyPatch, replicas: int) -> None:
+    read, whole = [], load._load
+
+    def counted(*given: Any) -> Any:
+        read.append(given)
+        return whole(*given)
+
+    monkeypatch.setattr(load, "_load", counted)
+    run(settings("run", pipeline={"targets": ["cpu"] * replicas}, train={"max_steps": 2}))
+    assert len(read) == 1
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

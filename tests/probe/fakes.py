@@ -6,7 +6,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
+from paceline.probe import pairs
 from paceline.probe.finding import Bench, Finding
 
 
@@ -57,3 +59,15 @@ def exits(bench: Bench) -> Finding:
 
 def environment(bench: Bench) -> Finding:
     return Finding("ok", os.environ["TORCHINDUCTOR_CACHE_DIR"])
+
+
+def widens(bench: Bench) -> Finding:
+    """What two drafters compiled is called with another width."""
+    calls = pairs._calls
+
+    def wider(*given: Any) -> dict[str, Any]:
+        pairs.SHARED_WIDTH = 120
+        return calls(*given)
+
+    pairs._calls = wider
+    return pairs.one_compile(bench)

@@ -22,6 +22,7 @@ from paceline.bench.weights import random_drafter, random_ends
 from paceline.bench.work import RATE
 from paceline.config import RunSettings
 from paceline.drafter.flops import useful_flops
+from paceline.drafter.model import Drafter
 from paceline.records import FeatureBatch, RunError, TokenBatch, UserError
 from paceline.runtime.compiling import Policy, warm_compiler
 from paceline.target.conventions import Conventions
@@ -51,6 +52,7 @@ class PipelineWork:
     policy: Policy
     steps: int  # that are timed
     fp8: bool  # of target and drafter both
+    batches_per_step: int | None = None  # micro-batches; None: one for every rank
 
     @property
     def target(self) -> TargetShape:
@@ -67,6 +69,16 @@ class PipelineWork:
     def devices(self) -> tuple[str, ...]:
         """All that work, each once."""
         return tuple(dict.fromkeys((*self.targets, *self.drafters)))
+
+    @property
+    def step_batches(self) -> int:
+        """Micro-batches of a step, dealt to all ranks."""
+        return self.batches_per_step or len(self.drafters)
+
+    @property
+    def rank_batches(self) -> int:
+        """Those of a step that the busiest rank gets."""
+        return -(-self.step_batches // len(self.drafters))
 
     @property
     def colocated(self) -> bool:
@@ -94,16 +106,23 @@ class Whole:
     """What a whole run told of itself."""
 
     stamps: list[float] = field(default_factory=list)  # when each step was over
+    losses: list[float] = field(default_factory=list)  # of each step
     samples: list[tuple[float, dict[str, Any]]] = field(default_factory=list)  # of who works and who waits
     reserved: list[int] = field(default_factory=list)  # bytes on all devices after each step
     recompiles: int = 0
     paths: dict[str, str] = field(default_factory=dict)  # each replica's, and its attention
+    faults: list[dict[str, Any]] = field(default_factory=list)  # events of replicas that fail or lack memory
+    drafters: list[Drafter] = field(default_factory=list)  # one of each rank, with what it has learnt
 
 
 def run_settings(work: PipelineWork, run: Path) -> RunSettings:
-    """Return the settings of the whole run. Nothing is saved: no step is the one for that."""
+    """Return the settings of the whole run. Nothing is saved: no step is the one for that.
+
+    The rate stays what it is, so runs of other lengths make the same steps.
+    """
     fp8 = "on" if work.fp8 else "off"
-    train = {**work.shape.train_settings(work.dtype).model_dump(), "lr": RATE, "policy": work.policy, "fp8": fp8}
+    steady = {"lr": RATE, "warmup_share": 0.0, "min_lr_ratio": 1.0}
+    train = {**work.shape.train_settings(work.dtype).model_dump(), **steady, "policy": work.policy, "fp8": fp8}
     return RunSettings.model_validate(
         {
             "run_dir": str(run),
@@ -151,11 +170,11 @@ def micro_batches(work: PipelineWork) -> list[FeatureBatch]:
 
 
 def stream(work: PipelineWork, batches: Sequence[FeatureBatch], steps: int) -> Iterator[TokenBatch]:
-    """Yield a run's micro-batches: each step has one for every rank."""
-    ranks = len(work.drafters)
-    for seq in range(steps * ranks):
-        closes = seq % ranks == ranks - 1
-        yield replace(batches[seq % len(batches)].tokens, seq=seq, step=seq // ranks, closes_step=closes)
+    """Yield a run's micro-batches, step by step."""
+    each = work.step_batches
+    for seq in range(steps * each):
+        closes = seq % each == each - 1
+        yield replace(batches[seq % len(batches)].tokens, seq=seq, step=seq // each, closes_step=closes)
 
 
 def target_alone(work: PipelineWork, batches: Sequence[FeatureBatch]) -> float:
@@ -176,7 +195,7 @@ def target_alone(work: PipelineWork, batches: Sequence[FeatureBatch]) -> float:
 
 
 def step_alone(work: PipelineWork, batches: Sequence[FeatureBatch]) -> float:
-    """Return seconds a step with one micro-batch takes one drafter."""
+    """Return seconds a micro-batch takes one drafter, with its share of the update behind a rank's micro-batches."""
     device = torch.device(work.drafters[0])
     if work.policy != "eager":
         warm_compiler(work.drafters[0])
@@ -186,12 +205,13 @@ def step_alone(work: PipelineWork, batches: Sequence[FeatureBatch]) -> float:
     step.warm()
 
     def one(batch: FeatureBatch) -> None:
-        step.load(batch)
-        step.micro()
+        for _ in range(work.rank_batches):
+            step.load(batch)
+            step.micro()
         step.update(RATE)
         step.clear()
 
-    return _seconds(one, batches, work, device)
+    return _seconds(one, batches, work, device) / work.rank_batches
 
 
 def let_go(devices: Sequence[str]) -> None:
@@ -214,13 +234,13 @@ def pipeline_rows(
 ) -> list[dict[str, Any]]:
     """Return a row for each side and one for the whole run, whose first `warm` steps are left out.
 
-    `target_s` and `step_s` are what a micro-batch takes one target, and a step with one micro-batch one drafter.
+    `target_s` and `step_s` are what a micro-batch takes one target and one drafter.
     """
     lengths = [batch.tokens.lengths for batch in batches]
     samples = sum(map(len, lengths)) / len(lengths)
     a, b = len(work.targets) * samples / target_s, len(work.drafters) * samples / step_s
     stamps = whole.stamps[warm - 1 : warm + work.steps]
-    rate = len(work.drafters) * samples * (len(stamps) - 1) / (stamps[-1] - stamps[0])
+    rate = work.step_batches * samples * (len(stamps) - 1) / (stamps[-1] - stamps[0])
     bound = 1 / (1 / a + 1 / b) if work.colocated else min(a, b)
     target_flop = sum(map(work.target.flops, lengths)) / len(lengths) / samples
     step_flop = sum(map(step_flops(work), batches)) / len(batches) / samples
@@ -302,6 +322,7 @@ def _row(
         "dtype": work.dtype,
         "fp8": work.fp8,
         "policy": work.policy,
+        "batches_per_step": work.step_batches,
         "counted": COUNTED[part],
     }
 

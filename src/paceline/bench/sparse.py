@@ -1,12 +1,13 @@
 """Datasets of full apparent size on little disk: the ids are zero and the file system keeps no pages for them.
 
 Everything that opening and planning read is real: rows, offsets, record batches, shards and the manifest; where rows
-are to be read, masks too, at a bit a token. Checksums are made up: they would take longer to compute than all the rest,
-and neither compares them.
+are to be read, masks too, at a bit a token. Checksums are made up unless asked for: they take longer to compute than
+all the rest, and only training compares them.
 
 Shapes: N rows, n rows of a record batch.
 """
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,11 +77,12 @@ class SparseSize:
 
 
 def write_sparse_dataset(
-    folder: Path, lengths_N: Int[np.ndarray, " N"], *, masks: bool = False
+    folder: Path, lengths_N: Int[np.ndarray, " N"], *, masks: bool = False, trainable: Origin | None = None
 ) -> tuple[Manifest, SparseSize]:
     """Write a dataset with rows of these lengths, all of whose ids are zero; the folder is made.
 
-    With `masks`, each row's last tokens are supervised, as many as its candidates need; else none is.
+    With `masks`, each row's last tokens are supervised, as many as its candidates need; else none is. With
+    `trainable`, where it says that it comes from, checksums are real, as a run that trains on it wants them.
     """
     folder.mkdir(parents=True)
     parts = [lengths_N[at : at + _SHARD_ROWS] for at in range(0, len(lengths_N), _SHARD_ROWS)]
@@ -90,10 +92,10 @@ def write_sparse_dataset(
         with SparseFile(folder / name) as sink, pa.ipc.new_stream(pa.PythonFile(sink, "w"), SCHEMA) as stream:
             for batch in _batches(part, masks):
                 stream.write_batch(batch)
-        shards.append((name, _facts(folder / name, part)))
+        shards.append((name, _facts(folder / name, part, checksums=trainable is not None)))
     files = [(folder / name).stat() for name, _ in shards]
     size = SparseSize(sum(file.st_size for file in files), sum(file.st_blocks for file in files) * 512)
-    return seal(folder, shards, ORIGIN), size
+    return seal(folder, shards, trainable or ORIGIN), size
 
 
 def _batches(lengths_N: Int[np.ndarray, " N"], masks: bool) -> Iterator[pa.RecordBatch]:
@@ -127,7 +129,11 @@ def _marks(length_n: Int[np.ndarray, " n"], candidates_n: Int[np.ndarray, " n"])
     return pa.array(np.cumsum(turns_T[:-1], dtype=np.int8).view(np.bool_))
 
 
-def _facts(path: Path, lengths_N: Int[np.ndarray, " N"]) -> ShardFacts:
+def _facts(path: Path, lengths_N: Int[np.ndarray, " N"], *, checksums: bool) -> ShardFacts:
+    sha256 = "0" * 64
+    if checksums:
+        with path.open("rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     return ShardFacts(
         rows=len(lengths_N),
         tokens=int(lengths_N.sum(dtype=np.int64)),
@@ -136,5 +142,5 @@ def _facts(path: Path, lengths_N: Int[np.ndarray, " N"]) -> ShardFacts:
         largest_id=0,
         digest=path.name,
         bytes=path.stat().st_size,
-        sha256="0" * 64,
+        sha256=sha256,
     )

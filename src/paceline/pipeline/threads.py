@@ -39,6 +39,7 @@ from paceline.runtime.streams import wait_for
 from paceline.target.feature_cache import DiskCache, FeatureCache, MemoryCache, NoCache
 from paceline.target.load import TargetFacts
 from paceline.target.model import FeatureTarget
+from paceline.target.one_read import OneRead
 from paceline.target.replica import TargetReplica, pace_of
 from paceline.train.guard import Guard
 from paceline.train.rank import DrafterRank
@@ -276,21 +277,11 @@ def _replicas(
     tell: Callable[..., None],
     made: Callable[[int], FeatureTarget] | None,
 ) -> Replicas:
+    one_read = OneRead(len(settings.replicas))
+    build = partial(_build_replica, settings, facts, largest=largest, cache=cache, flow=flow, gate=gate, policy=policy)
     return Replicas(
         settings.replicas,
-        partial(
-            _build_replica,
-            settings,
-            facts,
-            largest=largest,
-            cache=cache,
-            flow=flow,
-            gate=gate,
-            policy=policy,
-            alarm=alarm,
-            tell=tell,
-            made=made,
-        ),
+        partial(build, alarm=alarm, tell=tell, made=made, load_trunk=one_read),
         dispenser=flow.source,
         channel=flow.channel,
         restarts=settings.pipeline.restarts,
@@ -314,6 +305,7 @@ def _build_replica(
     alarm: Callable[[str], None],
     tell: Callable[..., None],
     made: Callable[[int], FeatureTarget] | None,
+    load_trunk: OneRead,
 ) -> TargetReplica:
     *before, device = devices
     landing = Landing(device, outlet, flow.slots)
@@ -362,6 +354,7 @@ def _build_replica(
         made=made and partial(made, index),
         before=before,
         packs=settings.target.features == "fp8",
+        load_trunk=load_trunk,
     )
 
 

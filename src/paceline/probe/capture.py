@@ -137,7 +137,8 @@ def _other_net(device: torch.device) -> tuple[nn.Module, Tensor]:
     return make_net(device, 64), make_input(device, 64)
 
 
-def _make_step(device: torch.device, compiled: bool) -> _Step:
+def static_step(device: torch.device, compiled: bool) -> _Step:
+    """Return a step on static buffers."""
     net = make_net(device, WIDTH)
     forward = forward_of(net)
     if compiled:
@@ -145,7 +146,7 @@ def _make_step(device: torch.device, compiled: bool) -> _Step:
     return _Step(net, forward, make_input(device, WIDTH))
 
 
-def _run_all(act: Callable[[], object], step: _Step, inputs: list[Tensor]) -> list[Run]:
+def run_all(act: Callable[[], object], step: _Step, inputs: list[Tensor]) -> list[Run]:
     """Load each input into the static buffer, act, and keep the result."""
     seen = []
     for x_ND in inputs:
@@ -155,7 +156,10 @@ def _run_all(act: Callable[[], object], step: _Step, inputs: list[Tensor]) -> li
     return seen
 
 
-def _capture(step: _Step, stream: torch.cuda.Stream, pool: Any, during: Callable[[], object]) -> torch.cuda.CUDAGraph:
+def open_capture(
+    step: _Step, stream: torch.cuda.Stream, pool: Any, during: Callable[[], object]
+) -> torch.cuda.CUDAGraph:
+    """Capture a step; `during` runs while the capture is open."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
         step()
@@ -170,15 +174,15 @@ def _quiet(device: torch.device, compiled: bool) -> dict[str, Any]:
     inputs = [make_input(device, WIDTH, seed) for seed in range(INPUTS)]
     torch.cuda.synchronize()
     with torch.autograd.set_multithreading_enabled(False), torch.cuda.stream(stream):
-        plain = _make_step(device, False)
-        eager = _run_all(plain, plain, inputs)
-        step = _make_step(device, compiled)
+        plain = static_step(device, False)
+        eager = run_all(plain, plain, inputs)
+        step = static_step(device, compiled)
         for _ in range(WARM_UP):
             step()
-        wanted = _run_all(step, step, inputs)
+        wanted = run_all(step, step, inputs)
         times = {"eager": _time(plain), "compiled": _time(step)} if compiled else {"eager": _time(plain)}
-        graph = _capture(step, stream, torch.cuda.graph_pool_handle(), lambda: None)
-        got = _run_all(graph.replay, step, inputs)
+        graph = open_capture(step, stream, torch.cuda.graph_pool_handle(), lambda: None)
+        got = run_all(graph.replay, step, inputs)
         times["captured"] = _time(graph.replay)
     return {
         "device": str(device),
@@ -224,19 +228,19 @@ def _captures_beside(device: torch.device, act: Callable[[], object]) -> Finding
     torch.cuda.synchronize()
     good, overlapped, failure = 0, 0, ""
     with torch.autograd.set_multithreading_enabled(False), torch.cuda.stream(stream):
-        step = _make_step(device, False)
+        step = static_step(device, False)
         for _ in range(WARM_UP):
             step()
-        wanted = _run_all(step, step, inputs)
+        wanted = run_all(step, step, inputs)
         pool = torch.cuda.graph_pool_handle()
         noise = _Noise(device, act)
         noise.wait_for(2)
         try:
             for _ in range(CAPTURES):
                 before = noise.rounds
-                graph = _capture(step, stream, pool, lambda: noise.wait_for(3))
+                graph = open_capture(step, stream, pool, lambda: noise.wait_for(3))
                 overlapped += noise.rounds - before
-                got = _run_all(graph.replay, step, inputs)
+                got = run_all(graph.replay, step, inputs)
                 good += max(map(difference, got, wanted)) <= CLOSE
         except Exception as error:
             failure = tell(error)

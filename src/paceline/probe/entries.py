@@ -271,6 +271,28 @@ ENTRIES: tuple[Entry, ...] = (
         "Use one drafter; for the cause run with NCCL_DEBUG=INFO.",
         others={"hung": ("Several drafter ranks would hang.", "Use one drafter; try NCCL_P2P_DISABLE=1.")},
     ),
+    Entry(
+        "capture-two-gpus",
+        "pairs:capture_at_once",
+        "cuda pair",
+        120,
+        "Two drafters must not capture at the same time. A run does not: the gate lets one capture after the other.",
+        _GATE,
+    ),
+    Entry(
+        "shared-compile",
+        "pairs:one_compile",
+        "cuda pair",
+        180,
+        "Each drafter rank compiles for its own GPU, so several take longer to start; their steps lose nothing.",
+        "Nothing to do: a restart finds the code in the cache.",
+        others={
+            "refused": (
+                "What one drafter rank compiles fails beside another one, so a run with several may end at its start.",
+                "Use one drafter, or `train.policy: eager`; and report what was observed.",
+            )
+        },
+    ),
 )
 
 BY_NAME = {entry.name: entry for entry in ENTRIES}

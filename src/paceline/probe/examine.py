@@ -30,9 +30,12 @@ class Result:
         return asdict(self)
 
 
-def examine(bench: Bench, announce: Announce) -> list[Result]:
-    """Run every probe that this machine can run; `announce` is told of each before it starts."""
-    first, *others = ENTRIES
+def examine(bench: Bench, announce: Announce, entries: Sequence[Entry] = ENTRIES) -> list[Result]:
+    """Run every probe that this machine can run; `announce` is told of each before it starts.
+
+    The first of `entries` is the one that says which GPUs there are.
+    """
+    first, *others = entries
     announce(first)
     ((found, seconds),) = run_probes([_call(first)], bench)
     devices = found.numbers.get("devices", []) if found.verdict == "ok" else []

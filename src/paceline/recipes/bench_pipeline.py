@@ -2,6 +2,7 @@
 
 import tempfile
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from paceline.bench.timing import row_line
 from paceline.bench.weights import random_ends
 from paceline.checkpoint.saver import Saver
 from paceline.config import RunSettings
+from paceline.drafter.model import Drafter
 from paceline.observe.console import Console
 from paceline.pipeline.listeners import Listeners
 from paceline.pipeline.slots import slot_count, token_bytes, written_at_once
@@ -43,6 +45,16 @@ def bench_pipeline(work: PipelineWork, console: Console) -> list[dict[str, Any]]
         UserError: some devices are shared and some are not.
         RunError: a part cannot be measured here.
     """
+    rows, _ = sides_and_whole(work, console)
+    for row in rows:
+        console.line(row_line(row))
+    return rows
+
+
+def sides_and_whole(
+    work: PipelineWork, console: Console, *, more_warm_up: int = 0, on_step: Callable[[int], None] = lambda steps: None
+) -> tuple[list[dict[str, Any]], Whole]:
+    """Return a row for each side and one for the whole run, and what that told; see run_whole."""
     how = "colocated" if work.colocated else "apart"
     console.stage(f"{work.name} on {', '.join(work.devices)}, {how}: target features alone")
     batches = micro_batches(work)
@@ -52,15 +64,31 @@ def bench_pipeline(work: PipelineWork, console: Console) -> list[dict[str, Any]]
     step_s = step_alone(work, batches)
     let_go(work.devices)
     console.stage("whole run")
+    whole, warm = run_whole(work, batches, console, more_warm_up=more_warm_up, on_step=on_step)
+    return pipeline_rows(work, batches, target_s, step_s, whole, warm), whole
+
+
+def run_whole(
+    work: PipelineWork,
+    batches: list[FeatureBatch],
+    console: Console,
+    *,
+    more_warm_up: int = 0,
+    on_step: Callable[[int], None] = lambda steps: None,
+) -> tuple[Whole, int]:
+    """Run all roles for so many steps, and return what they told and how many of the steps were warm-up.
+
+    Before the steps that are timed slots get as full as they get, and `more_warm_up` steps are made; behind them
+    targets stay as far ahead. `on_step` learns how many steps are made, in rank 0's thread.
+
+    Raises:
+        RunError: a role failed, and none took its place.
+    """
     with tempfile.TemporaryDirectory() as folder:
         settings = run_settings(work, Path(folder))
-        ahead = slots_of(settings, batches[0])
-        warm = ahead + 2  # by then slots are as full as they get
-        whole = _whole_run(work, settings, batches, warm + work.steps + ahead, console)
-    rows = pipeline_rows(work, batches, target_s, step_s, whole, warm)
-    for row in rows:
-        console.line(row_line(row))
-    return rows
+        ahead = -(-slots_of(settings, batches[0]) // work.rank_batches)
+        warm = ahead + 2 + more_warm_up
+        return _run(work, settings, batches, warm + work.steps + ahead, console, on_step), warm
 
 
 def slots_of(settings: RunSettings, batch: FeatureBatch) -> int:
@@ -72,16 +100,50 @@ def slots_of(settings: RunSettings, batch: FeatureBatch) -> int:
     return slot_count(credit, size, replicas=written_at_once(settings), ranks=ranks)
 
 
-def _whole_run(
-    work: PipelineWork, settings: RunSettings, batches: list[FeatureBatch], total_steps: int, console: Console
+def _run(
+    work: PipelineWork,
+    settings: RunSettings,
+    batches: list[FeatureBatch],
+    total_steps: int,
+    console: Console,
+    on_step: Callable[[int], None],
 ) -> Whole:
     whole, run = Whole(), Path(settings.run_dir)
     device = batches[0].features_TD.device
     targets = [made_target(work, name) for name in work.targets]
 
+    def fill(drafter: Drafter) -> Drafter:
+        whole.drafters.append(drafter.initialise(settings.train.seed))
+        return drafter
+
+    with Saver(run, settings.checkpoint, describe=dict, tell=_nothing, stopping=bool, total_steps=total_steps) as saver:
+        _, whole.recompiles = train_in_threads(
+            settings,
+            target_facts(work, run),
+            batches=stream(work, batches, total_steps),
+            largest=batches[0].tokens,
+            total_steps=total_steps,
+            load_ends=partial(random_ends, work.shape, device, work.numbers),
+            policy=work.policy,
+            fill=fill,
+            start=None,
+            saver=saver,
+            stopping=bool,
+            moving=int,
+            told=_listeners(work, whole, console, on_step),
+            made=lambda index: targets[index],
+        )
+    return whole
+
+
+def _listeners(work: PipelineWork, whole: Whole, console: Console, then: Callable[[int], None]) -> Listeners:
+    """Return who writes into `whole` what a run tells."""
+
     def on_step(report: StepReport) -> None:
         whole.stamps.append(time.perf_counter())
+        whole.losses.append(report.loss)
         whole.reserved.append(reserved_bytes(work.devices))
+        then(len(whole.stamps))
 
     def on_state(report: RoleState) -> None:
         if report.state in ("loading", "compiling", "ready"):
@@ -91,40 +153,25 @@ def _whole_run(
         if event == "target_path":
             how = [told["path"], *(key for key in ("compiled", "fp8") if told[key]), told["attention"], told["reason"]]
             whole.paths[str(told["role"])] = ", ".join(str(part) for part in how if part)
+        elif event != "loading":
+            whole.faults.append({"event": event, "at": time.perf_counter(), **told})
 
-    def nothing(*_: object, **__: object) -> None:
-        """Listen to nothing."""
-
-    told = Listeners(
+    return Listeners(
         on_state=on_state,
-        on_ready=nothing,
+        on_ready=_nothing,
         on_step=on_step,
-        on_held_out=nothing,
-        on_rejected=nothing,
-        on_rolled_back=nothing,
-        on_recompile=nothing,
+        on_held_out=_nothing,
+        on_rejected=_nothing,
+        on_rolled_back=_nothing,
+        on_recompile=_nothing,
         on_replica=on_replica,
         on_sample=lambda **sample: whole.samples.append((time.perf_counter(), sample)),
         warn=console.line,
     )
-    with Saver(run, settings.checkpoint, describe=dict, tell=nothing, stopping=bool, total_steps=total_steps) as saver:
-        _, whole.recompiles = train_in_threads(
-            settings,
-            target_facts(work, run),
-            batches=stream(work, batches, total_steps),
-            largest=batches[0].tokens,
-            total_steps=total_steps,
-            load_ends=partial(random_ends, work.shape, device, work.numbers),
-            policy=work.policy,
-            fill=None,
-            start=None,
-            saver=saver,
-            stopping=bool,
-            moving=int,
-            told=told,
-            made=lambda index: targets[index],
-        )
-    return whole
+
+
+def _nothing(*_: object, **__: object) -> None:
+    """Listen to nothing."""
 
 
 def bench_stand_ins(console: Console, *, targets: int, drafters: int, count: int) -> list[dict[str, Any]]:

@@ -25,6 +25,7 @@ from paceline.target.conventions import ATTENTION, find_conventions, rope_of_bat
 from paceline.target.fast import FastTrunk
 from paceline.target.layers import why_not_plain
 from paceline.target.load import TargetFacts, decoder_of, load_causal, load_config, load_trunk
+from paceline.target.one_read import LoadTrunk
 from paceline.target.self_check import Wanted, check_decoding, plain_logits
 from paceline.target.stages import Sent, Stages, load_stages, sent
 from paceline.target.varlen import Kernel
@@ -88,15 +89,16 @@ class FeatureTarget:
         device: str,
         before: Sequence[str] = (),
         on_loaded: Callable[[float], None] = lambda share: None,
+        load: LoadTrunk = load_trunk,
     ) -> None:
-        """Load it; see load_trunk. Features are made on `device`; where there are others `before`, layers lie on those
-        first."""
+        """Load it; see load_trunk, which is `load` unless others load the same (see OneRead). Features are made on
+        `device`; where there are others `before`, layers lie on those first."""
         check_taps(taps, facts)
         if before:
             trunk, stages = load_stages(facts, max(taps), dtype=dtype, devices=(*before, device), on_loaded=on_loaded)
             self._hold(trunk, taps, facts.vocab_size, stages)
         else:
-            trunk = load_trunk(facts, max(taps), dtype=dtype, device=device, on_loaded=on_loaded)
+            trunk = load(facts, max(taps), dtype=dtype, device=device, on_loaded=on_loaded)
             self._hold(trunk, taps, facts.vocab_size)
 
     @classmethod

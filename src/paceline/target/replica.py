@@ -19,8 +19,9 @@ from paceline.runtime.streams import wait_for
 from paceline.target.feature_cache import FeatureCache
 from paceline.target.halves import halves
 from paceline.target.lanes import Lanes
-from paceline.target.load import TargetFacts, fingerprint
+from paceline.target.load import TargetFacts, fingerprint, load_trunk
 from paceline.target.model import FeatureTarget
+from paceline.target.one_read import LoadTrunk
 from paceline.target.products import check_fp8
 from paceline.target.self_check import check_features
 
@@ -95,6 +96,7 @@ class TargetReplica:
         made: Callable[[], FeatureTarget] | None = None,
         before: Sequence[str] = (),
         packs: bool = False,
+        load_trunk: LoadTrunk = load_trunk,
     ) -> None:
         """`packs` says that features are handed over as bytes.
 
@@ -105,7 +107,7 @@ class TargetReplica:
         written at once, on this device, and is theirs until they are delivered; `on_split` is told of a micro-batch
         that is computed again for lack of memory, and in how many parts; `on_loaded` which share of the weights is
         there; `on_path` why the fast path that was asked for is not taken, nothing if it is; `alarm` what did not fit
-        what was compiled. `made` gives a target that is there already, instead of loading one.
+        what was compiled. `made` gives a target that is there already, instead of loading one with `load_trunk`.
         """
         self.name, self.device, self._before, self._doing = f"target replica {index}", device, tuple(before), ""
         self._lanes: Lanes | None = None
@@ -114,6 +116,7 @@ class TargetReplica:
         self._deliver, self._gate, self._room, self._packs = deliver, gate, room, packs
         self._on_split, self._on_loaded = on_split, on_loaded
         self.pace, self._on_path, self._alarm, self._made = pace, on_path, alarm, made
+        self._load_trunk = load_trunk
 
     def load(self) -> None:
         """Load the weights and see that they give what they should.
@@ -132,6 +135,7 @@ class TargetReplica:
                 device=self.device,
                 before=self._before,
                 on_loaded=partial(self._on_loaded, self),
+                load=self._load_trunk,
             )
         check_features(self._target, self._facts.name, packed=False)
         self._unpackable: UserError | None = None
