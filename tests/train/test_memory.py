@@ -1,6 +1,5 @@
 """What a step is estimated to occupy against the tensors of real steps, and what is advised when memory ran out."""
 
-import dataclasses
 import re
 import weakref
 from collections.abc import Callable, Collection, Iterable
@@ -79,7 +78,7 @@ def test_what_stays_is_counted_to_the_byte(dtype: str, optimizer: str, tied: boo
     matrices = [leaf for leaf in step._leaves if leaf.ndim > 1]
     assert said.working_copy == (held(matrices) if dtype == "bfloat16" else 0)
     assert said.ends == held([step.ends.embed_VH, step.ends.head_VH])
-    assert said.buffers == held([getattr(step.buffers, field.name) for field in dataclasses.fields(step.buffers)])
+    assert said.buffers == held(step.buffers.tensors())
 
 
 @torch.library.custom_op("paceline_test::attend", mutates_args=())
@@ -130,7 +129,7 @@ def test_activations_are_what_the_compiled_step_keeps_for_backward(
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda saved: saved):  # type: ignore[func-returns-value]
         compiled(step._visibility(), step._turns())
-    buffers = [getattr(step.buffers, field.name) for field in dataclasses.fields(step.buffers)]
+    buffers = step.buffers.tensors()
     there = [*step._leaves, *buffers, step.ends.embed_VH, step.ends.head_VH, step.weights_B]
     truth = held(kept, besides={tensor.untyped_storage().data_ptr() for tensor in there})
     said = estimate(train, drafter=drafter)
