@@ -173,6 +173,20 @@ class Rejection:
 
 
 @dataclass(frozen=True, slots=True)
+class TargetSizes:
+    """A target, or a run of its layers, by what its memory follows from."""
+
+    entries: int  # of all its weights
+    layers: int
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """What a decoding engine returned for one prompt."""
 
