@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from paceline.bench.figures import brief, show_rows
 from paceline.bench.pipeline import (
     PipelineWork,
     Whole,
@@ -20,7 +21,6 @@ from paceline.bench.pipeline import (
     target_alone,
     target_facts,
 )
-from paceline.bench.timing import row_line
 from paceline.bench.weights import random_ends
 from paceline.checkpoint.saver import Saver
 from paceline.config import RunSettings
@@ -58,8 +58,7 @@ def bench_pipeline(work: PipelineWork, console: Console) -> list[dict[str, Any]]
         warm = ahead + 2  # by then slots are as full as they get
         whole = _whole_run(work, settings, batches, warm + work.steps + ahead, console)
     rows = pipeline_rows(work, batches, target_s, step_s, whole, warm)
-    for row in rows:
-        console.line(row_line(row))
+    show_rows(rows, console)
     return rows
 
 
@@ -146,5 +145,6 @@ def bench_stand_ins(console: Console, *, targets: int, drafters: int, count: int
                 "counted": "threads, leases, slots, channel and dealing of a run; nothing is computed",
             }
         )
-        console.line(row_line(rows[-1]))
+        console.line(brief(rows[-1], "micro_batches_per_s", "share_of_bound"))
+    show_rows(rows, console)
     return rows
