@@ -509,7 +509,7 @@ def test_without_json_each_verb_ends_with_a_sentence(finished: Path, tiny_folder
     assert last_line("init", *target, "--out", "b.yaml") == "Wrote b.yaml."
     assert (
         last_line("generate", "prompts.jsonl", "--out", "c", *target, "--max-new-tokens", "2", "--device", "cpu")
-        == "16 rows, 32 tokens; 0 answers stopped, 16 were cut."
+        == "16 rows, 32 tokens; stopped: 0 answers, cut: 16."
     )
     assert last_line("prepare", "c", "--out", "d", *target) == "Wrote 16 rows, 96 tokens (33% supervised) in d."
     planned = paceline("plan", "d").stdout.splitlines()
@@ -1002,7 +1002,7 @@ def test_checksums_are_verified(chat_folder: Path) -> None:
     lines("in.jsonl", GOOD, GOOD)
     paceline(*prepare())
     ended = paceline("prepare", "out", "--verify")
-    assert re.fullmatch(r"1 shards, [\d,]+ bytes, 2 rows: all as their manifests say\.", ended.stdout.splitlines()[-1])
+    assert re.fullmatch(r"1 shard, [\d,]+ bytes, 2 rows: all as their manifests say\.", ended.stdout.splitlines()[-1])
     shard = Path("out/data-00000-of-00001.arrow")
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 1

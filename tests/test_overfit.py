@@ -1,6 +1,6 @@
 """Trained on a target's own completions until the loss is gone, a drafter is accepted almost whole by real decoding.
 
-Shifted labels, features of the anchor leaking into training and taps off by one all pass a loss curve and fail here.
+Shifted labels and taps off by one pass a loss curve and fail here.
 """
 
 from collections.abc import Callable
@@ -24,19 +24,20 @@ from paceline.train.optim import learning_rate
 from paceline.train.step import DrafterStep
 
 B = 8
-PROMPT, ANSWER = 6, 8 * B + 2
+SAMPLES, ANCHORS = 4, 24
+PROMPT, ANSWER = 6, 5 * B + 2
 
 
 @pytest.fixture
 def completions(tiny: TargetFacts) -> list[tuple[list[int], int]]:
-    """Eight greedy completions of at least 8 blocks that do not stop early, with their prompts."""
+    """Greedy completions of at least 5 blocks that do not stop early, with their prompts."""
     generator = torch.Generator().manual_seed(11)
-    prompts = [torch.randint(4, 128, (PROMPT,), generator=generator).tolist() for _ in range(40)]
+    prompts = [torch.randint(4, 128, (PROMPT,), generator=generator).tolist() for _ in range(20)]
     target = DecodingTarget(tiny, (), dtype=torch.float32, device="cpu")
-    done = dict(generate(target, prompts, max_new_tokens=ANSWER, rows=40))
-    whole = [c for _, c in sorted(done.items()) if c.finish == "length" and 3 not in c.token_ids][:8]
-    assert len(whole) == 8
-    return [([*c.prompt_ids, *c.token_ids], PROMPT) for c in whole]
+    done = dict(generate(target, prompts, max_new_tokens=ANSWER, rows=20))
+    whole = [c for _, c in sorted(done.items()) if c.finish == "length" and 3 not in c.token_ids]
+    assert len(whole) >= SAMPLES
+    return [([*c.prompt_ids, *c.token_ids], PROMPT) for c in whole[:SAMPLES]]
 
 
 def test_an_overfitted_drafter_is_accepted_almost_whole(
@@ -48,9 +49,9 @@ def test_an_overfitted_drafter_is_accepted_almost_whole(
     settings = shape.model_copy(update={"block_size": B})
     train = TrainSettings(
         epochs=400,
-        context_slots=8 * (PROMPT + ANSWER),
-        anchor_slots=8 * 32,
-        anchors_per_sample=32,
+        context_slots=SAMPLES * (PROMPT + ANSWER),
+        anchor_slots=SAMPLES * ANCHORS,
+        anchors_per_sample=ANCHORS,
         dtype="float32",
         lr=1e-2,
         optimizer="muon",
@@ -69,12 +70,12 @@ def test_an_overfitted_drafter_is_accepted_almost_whole(
         step.micro()
         step.update(learning_rate(tokens.step, 400, train))
         loss = step.report(tokens, 0.0).loss
-        if loss < 0.05 and tokens.step > 100:
+        if loss < 0.01:
             break
-    assert loss < 0.05
+    assert loss < 0.01
     target = DecodingTarget(tiny, settings.taps, dtype=torch.float32, device="cpu")
     prompts = [ids[:PROMPT] for ids, _ in completions]
-    done = dict(speculate(target, drafter.eval(), ends, prompts, max_new_tokens=ANSWER, rows=8))
+    done = dict(speculate(target, drafter.eval(), ends, prompts, max_new_tokens=ANSWER, rows=SAMPLES))
     for index, (ids, _) in enumerate(completions):
         assert [*prompts[index], *done[index].token_ids] == ids
     lengths = [length for c in done.values() for length in c.acceptance_lengths[:-1]]

@@ -32,7 +32,7 @@ from paceline.cli_watch import watch
 from paceline.config import RunSettings
 from paceline.config_file import load_settings
 from paceline.observe.console import Console
-from paceline.records import INTERRUPTED_STATUS, Hung, Interrupted, PacelineError, UserError
+from paceline.records import INTERRUPTED_STATUS, Hung, Interrupted, PacelineError, UserError, many
 
 # Threads that may be inside torch or a write when a command ends.
 _BUSY_THREADS = ("target replica", "drafter rank", "generation", "checkpoint")
@@ -199,7 +199,8 @@ def train(
 
         console = Console(json=json)
         summary = recipe(tree, console=console, resume=resume, resume_previous=resume_previous)
-    finish(console, json, summary, f"Trained {summary['train_steps']:,} steps; the drafter is in {summary['drafter']}.")
+    steps = many(summary["train_steps"], "step")
+    finish(console, json, summary, f"Trained {steps}; the drafter is in {summary['drafter']}.")
 
 
 app.command()(watch)
@@ -272,11 +273,10 @@ def _verify(folders: list[Path], console: Console, json: bool) -> None:
 
     with console.progress("verify") as tick:
         summary = verify_datasets(folders, tick)
-    text = (
-        f"{summary['shards']} shards, {summary['bytes']:,} bytes, {summary['rows']:,} rows: all as their manifests say."
-    )
+    held = (many(summary["shards"], "shard"), f"{summary['bytes']:,} bytes", many(summary["rows"], "row"))
+    text = f"{', '.join(held)}: all as their manifests say."
     if bad := summary["rows_without_anchors"]:
-        text += f" {bad:,} rows have no two supervised tokens in a row, so `train` sets them aside."
+        text += f" `train` sets {many(bad, 'row')} aside, without two supervised tokens in a row."
     finish(console, json, summary, text)
 
 

@@ -1,4 +1,4 @@
-"""The records on the arrows between stages, and the errors that people see.
+"""The records on the arrows between stages, the errors that people see, and how counts are said in them.
 
 Shapes: R rows that the target computes, S padded length, T real tokens, K anchors in use, B slots of a block,
 m tapped layers, H target width. A stage receives a record and never calls the stage that made it.
@@ -39,6 +39,11 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
         seen.add(id(error))
         yield error
         error = error.__cause__ or error.__context__
+
+
+def many(count: int, what: str, plural: str = "") -> str:
+    """Return how many there are of something, as a person says it: 1 row, 2 rows; `plural` where no s makes it."""
+    return f"{count:,} {what if count == 1 else plural or what + 's'}"
 
 
 INTERRUPTED_STATUS = 75  # EX_TEMPFAIL of sysexits.h: a script does not go on, and a scheduler may start it again
@@ -170,6 +175,20 @@ class Rejection:
     limit: float
     why: str  # the same as a part of a sentence
     suspects: tuple[Suspect, ...]  # the rank's own micro-batches, in their order
+
+
+@dataclass(frozen=True, slots=True)
+class TargetSizes:
+    """A target, or a run of its layers, by what its memory follows from."""
+
+    entries: int  # of all its weights
+    layers: int
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
 
 
 @dataclass(frozen=True, slots=True)

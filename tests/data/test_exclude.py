@@ -123,8 +123,8 @@ def test_equal_hashes_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_prompts_without_words_are_counted_and_never_found() -> None:
     found = made_of(["?!", words(13), " ∑ "])
     assert found.counts == {"compared": 1, "wordless": 2}
-    assert found.counted == "Rows are compared with 1 of 3 evaluation prompts; 2 without words are left out."
-    assert made_of([words(13)]).counted == "Rows are compared with 1 of 1 evaluation prompts."
+    assert found.counted == "Rows are compared with 1 of 3 evaluation prompts; left out, without words: 2."
+    assert made_of([words(13)]).counted == "Rows are compared with 1 of 1 evaluation prompt."
     assert found.find("?!") is None
     assert found.find("") is None
     assert made_of([]).find(words(20)) is None

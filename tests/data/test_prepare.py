@@ -195,7 +195,7 @@ def test_too_many_bad_rows_fail_and_a_second_try_is_quick(run: Callable[..., dic
     assert len((tmp_path / "out.quarantine.jsonl").read_text().splitlines()) == 3
     assert not (tmp_path / "out.partial").exists()
     assert (summary["rows"], summary["quarantined"]) == (27, {"not an object": 3})
-    assert "1 of 1 pieces" in summary["notes"][0]
+    assert "1 of 1 piece (30 rows," in summary["notes"][0]
 
 
 def test_the_same_command_again_finds_its_dataset(run: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def test_rows_left_out_as_asked_are_no_bad_rows(run: Callable[..., dict[str, Any
     options: dict[str, Any] = {"exclude_sets": [tmp_path / "eval.jsonl"], "on_bad": "stop", "max_quarantined": 0.0}
     other = {**GOOD, "prompt": "what else?"}
     first, again = run([GOOD, other], **options), run([GOOD, other], **options)
-    said = "Rows are compared with 1 of 2 evaluation prompts; 1 without words are left out."
+    said = "Rows are compared with 1 of 2 evaluation prompts; left out, without words: 1."
     for summary in (first, again):
         assert (summary["rows"], summary["quarantined"]) == (1, {"contains an evaluation prompt": 1})
         assert summary["eval_prompts"] == {"compared": 1, "wordless": 1}
@@ -462,7 +462,7 @@ def test_a_process_that_is_killed_loses_only_its_piece(
 ) -> None:
     monkeypatch.setattr(sources, "_SMALLEST", 2000)
     monkeypatch.setattr(sources, "_LARGEST", 2000)
-    rows = lines(3000)  # 113 pieces
+    rows = lines(1000)  # 37 pieces
     nobody = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
     nobody.start()
     killed: list[int] = []
@@ -484,7 +484,7 @@ def test_a_process_that_is_killed_loses_only_its_piece(
     left = len(list((tmp_path / "out.partial").glob("*.json")))
     assert left
     summary = run(rows)
-    assert summary["rows"] == 2700
+    assert summary["rows"] == 900
     assert f"holds {left} of" in summary["notes"][0]
 
 

@@ -533,7 +533,7 @@ def test_rows_and_masks_of_other_lengths_name_the_shard(make_dataset: Make) -> N
     at = whole.index(ends)
     path.write_bytes(whole[:at] + np.array([0, 4, 5, 12], np.int32).tobytes() + whole[at + 16 :])
     with pytest.raises(
-        UserError, match=r"arrow is damaged: row 1 has 1 tokens, 3 mask values, 1 candidates\. .*--verify"
+        UserError, match=r"arrow is damaged: row 1 has 1 token, 3 mask values, 1 candidate\. .*--verify"
     ):
         open_dataset(folder)
     for found in (-2, 6):

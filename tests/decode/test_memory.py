@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from paceline.decode.engine import Engine, kept_slots
-from paceline.decode.memory import TargetShape, engine_memory
+from paceline.decode.memory import engine_memory
 from paceline.decode.requests import Request
 from paceline.decode.sampling import GREEDY
 from paceline.decode.steps import Drafts
@@ -35,12 +35,8 @@ def test_what_stays_is_counted_to_the_byte(
     engine = Engine(target, GREEDY, rows=3, slots=70, drafts=Drafts(drafter, ends))
     list(engine.run([Request(0, (5,) * 9, 4)]))
     entries = sum(weight.numel() for weight in drafter.parameters())
-    sizes = TargetShape(
-        weight_entries(facts.folder), facts.num_layers, facts.hidden_size, facts.intermediate_size, facts.heads,
-        facts.kv_heads, facts.head_dim, facts.vocab_size,
-    )  # fmt: skip
     memory = engine_memory(
-        sizes,
+        facts.sizes(weight_entries(facts.folder)),
         shape,
         drafter_entries=entries,
         rows=3,

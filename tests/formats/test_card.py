@@ -56,7 +56,7 @@ def test_what_was_measured(meta: DrafterMeta) -> None:
     assert "| acceptance length τ, mean over prompts | 3.142 |" in text
     assert "| output equal to plain decoding | yes |" in text
     near = card(meta, evaluation={**EVALUATION, "dtype": "bfloat16", "near_ties": 3})
-    assert "| output equal to plain decoding | yes, but for 3 answers that part at a near tie |" in near
+    assert "| output equal to plain decoding | yes, but for 3 answers parting at a near tie |" in near
     assert "| accepted up to slot 1, 2, … | 0.80 0.75 |" in text
     assert "Not measured" in card(meta)
 

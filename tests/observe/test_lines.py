@@ -65,6 +65,12 @@ def test_a_sample_names_every_role() -> None:
             told("held_out", 0, steps=5, loss="nan", acceptance=1.0, best=False),
             "held out after step 5: loss nan accept",
         ),
+        (
+            told("evaluated", 0, steps=1, tau=2.5, tau_pooled=2.25, prompts=1, s=0.5),
+            "true acceptance after step 1: 2.50, 2.25 pooled (1 prompt, 0.5 s)",
+        ),
+        (told("trained", 0, train_steps=1, train_s=2.0, drafter="d"), "trained 1 step in 2.0 s; the drafter is in d"),
+        (told("trained", 0, train_s=2.0, drafter="d"), "trained ? steps in 2.0 s"),
         (told("checkpoint", 0), "saved after step ? (0.0 MiB in ? s"),
         (told("role", 0, role="r", device="cpu", state="ready", s=1.25), "r on cpu: ready (1.2 s)"),
     ],

@@ -15,6 +15,7 @@ from paceline.observe.reading import read_events
 from paceline.pipeline.slots import Slots
 from paceline.recipes.train import train
 from paceline.records import Interrupted, RunError
+from paceline.target.feature_cache import MemoryCache
 from paceline.target.replica import TargetReplica
 
 TWO: dict[str, Any] = {"target": {"devices_per_replica": 2}, "pipeline": {"targets": ["cpu"] * 2}}
@@ -181,4 +182,93 @@ def test_a_run_that_is_stopped_leaves_no_lane(settings: Any, monkeypatch: pytest
     monkeypatch.setattr(StopRequest, "__call__", lambda self: len(calls) > 5 or bool(calls.append(1)))
     with pytest.raises(Interrupted):
         losses(split(settings, "stopped"))
+    assert lanes() == []
+
+
+def _between_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread fails between two micro-batches, when it has delivered one and has no other yet."""
+    whole, left = TargetReplica._now, [4]
+
+    def now(replica: TargetReplica, seq: int, text: str) -> None:
+        whole(replica, seq, text)
+        left[0] -= seq < 0 and not replica._doing.startswith("the largest")
+        if left[0] == 0 and seq < 0:
+            raise RuntimeError("device lost")
+
+    monkeypatch.setattr(TargetReplica, "_now", now)
+
+
+def _behind_delivery(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was delivered cannot be kept."""
+    whole, left = MemoryCache.put, [3]
+
+    def put(cache: MemoryCache, *args: Any) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise RuntimeError("device lost")
+        whole(cache, *args)
+
+    monkeypatch.setattr(MemoryCache, "put", put)
+
+
+def _at_the_last_ones_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first thread that finds the stream at its end fails, when all is delivered."""
+    whole, left = TargetReplica._now, [1]
+
+    def now(replica: TargetReplica, seq: int, text: str) -> None:
+        whole(replica, seq, text)
+        if seq < 0 and text == "" and left:
+            left.clear()
+            raise RuntimeError("device lost")
+
+    monkeypatch.setattr(TargetReplica, "_now", now)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("fault", [_between_two, _behind_delivery, _at_the_last_ones_end])
+def test_a_replica_that_fails_without_a_micro_batch_in_hand_is_built_anew(
+    settings: Any, monkeypatch: pytest.MonkeyPatch, fault: Any, devices: int
+) -> None:
+    expected = losses(settings("whole"))
+    fault(monkeypatch)
+    changes = {"targets": ["cpu"] * devices, "feature_cache": "memory"}
+    tree = settings("broken", target={"devices_per_replica": devices}, pipeline=changes)
+    assert losses(tree) == expected
+    (event,) = told(tree, "replica_failed")
+    assert event["restarted"] == (fault is not _at_the_last_ones_end)
+    assert event["message"].endswith("RuntimeError: device lost")
+    assert lanes() == []
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("fault", [_between_two, _behind_delivery])
+def test_where_none_may_be_restarted_the_run_ends_with_the_cause(
+    settings: Any, monkeypatch: pytest.MonkeyPatch, fault: Any, devices: int
+) -> None:
+    fault(monkeypatch)
+    changes = {"targets": ["cpu"] * devices, "feature_cache": "memory", "restarts": 0}
+    tree = settings("broken", target={"devices_per_replica": devices}, pipeline=changes)
+    with pytest.raises(RunError, match=r"^No target replica is left, .* RuntimeError: device lost\."):
+        losses(tree)
+    assert lanes() == []
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_lane_that_cannot_be_started_fails_its_replica(
+    settings: Any, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    expected, left, start = losses(settings("whole")), [1], threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name.endswith(f", lane {at}") and left:
+            left.clear()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    tree = split(settings, "broken")
+    assert losses(tree) == expected
+    (event,) = told(tree, "replica_failed")
+    assert event["restarted"]
+    assert event["message"].endswith("RuntimeError: can't start new thread")
     assert lanes() == []

@@ -135,7 +135,7 @@ def test_drawn_answers_are_those_of_plain_decoding_too(run: Run, prompts: Path) 
 
 
 def test_draws_by_another_seed_are_a_mismatch(run: Run, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from paceline.recipes import evaluate as recipe
+    from paceline.recipes import evaluate_decoding as recipe
 
     whole = recipe.generate
     other = Sampling(1.5, 0, 1.0, 99)
@@ -155,7 +155,7 @@ def test_bfloat16_counts_near_ties_and_goes_on(run: Run, prompts: Path) -> None:
 def test_a_real_mismatch_ends_with_status_1_and_keeps_the_report(
     run: Run, prompts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import paceline.recipes.evaluate as recipe
+    import paceline.recipes.evaluate_decoding as recipe
     from paceline.records import Completion
 
     whole = recipe.speculate

@@ -531,7 +531,7 @@ def test_a_flipped_bit_in_a_log_costs_one_conversation(capsys: pytest.CaptureFix
         fake = FakeCompleter()
         with pytest.raises(RunError, match="stop"):
             run(fake=Stopped())
-        assert "damaged lines; what stood in them is made again" in capsys.readouterr().err
+        assert "; what stood there is made again" in capsys.readouterr().err
     run(fake=fake)
     assert contents("out") == contents("whole")
 
@@ -679,7 +679,7 @@ def test_prepare_names_a_folder_without_rows(tiny_folder: Path) -> None:
     with pytest.raises(UserError) as caught:
         prepare_dataset([Path("out")], Path("dataset"), target=str(tiny_folder), revision=None, max_length=512)
     assert str(caught.value) == (
-        "out holds no rows: all of its 3 conversations were refused or left out (ends in a loop: 2, not JSON: 1). "
+        "out holds no rows: none of its 3 conversations was kept (ends in a loop: 2, not JSON: 1). "
         "Generate again with other settings, or leave the folder out."
     )
 

@@ -52,7 +52,7 @@ def test_answers_of_text_are_marked_and_counted(prompts: Path, tmp_path: Path, t
             "--max-new-tokens", 20,
         )  # fmt: skip
     assert status == 0, said
-    assert "12 rows have ids that were made of text." in said
+    assert "Ids that were made of text: 12 rows." in said
     assert all(row["retokenized"] for row in rows(tmp_path / "out"))
 
 

@@ -84,6 +84,12 @@ def test_the_table_fits_a_narrow_terminal(run_yaml: Path, profile: Callable[...,
     assert "nobody measured copies between GPUs here" in text
 
 
+def test_one_gpu_is_no_gpus(run_yaml: Path, profile: Callable[..., Path]) -> None:
+    text = plan(run_yaml, "--gpus", 1, "--profile", profile()).output
+    assert "  1 GPU, predicted from the machine profile of 20" in text
+    assert not re.search(r"\b1 \w+s\b", text), "one of anything"
+
+
 def test_what_is_missing_is_said(run_yaml: Path, profile: Callable[..., Path], tmp_path: Path) -> None:
     assert "has none of a GPU. Run `paceline doctor`" in plan(
         run_yaml, "--gpus", 2, "--profile", profile(rates=False), status=2

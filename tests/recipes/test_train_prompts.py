@@ -60,7 +60,7 @@ def test_those_of_the_held_out_rows(make: Make, tiny: TargetFacts, capsys: pytes
     assert capsys.readouterr().out == ""
     few = opened(make(HELD, max_new_tokens=490), tiny)
     assert few.ids == [[9, 10], [20]]
-    assert "1 prompts of" in capsys.readouterr().out
+    assert ": 1 prompt of" in capsys.readouterr().out
     assert few.sha256 != opened(make(HELD, max_new_tokens=491), tiny).sha256
 
 
@@ -84,7 +84,7 @@ def refusals(tmp_path: Path) -> list[tuple[dict[str, Any], str]]:
         ),
         (
             {"rows": [([5, 6, 7], 0)]},
-            r"of the 1 rows of .*held \(evaluate\.held_out\) none begins with tokens that are",
+            r"of the 1 row of .*held \(evaluate\.held_out\) none begins with tokens that are",
         ),
         (
             {"prompts": str(long)},

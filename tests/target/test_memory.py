@@ -7,8 +7,9 @@ import torch
 
 from paceline.config import DataSettings, RunSettings, TargetSettings
 from paceline.recipes.target_memory import replica_memory
+from paceline.records import TargetSizes
 from paceline.target.load import TargetFacts
-from paceline.target.memory import TrunkShape, target_memory
+from paceline.target.memory import target_memory
 from paceline.target.model import FeatureTarget
 
 
@@ -38,7 +39,15 @@ def test_weights_are_counted_to_the_byte(name: str, fp8: bool, request: pytest.F
 
 def test_in_fp8_the_products_of_a_large_target_need_half() -> None:
     products = 34 * 4096 * (6144 + 4096 + 3 * 12288)
-    shape = TrunkShape(products + 151936 * 4096 + 34 * (2 * 4096 + 2 * 128), 34, 4096, 12288, 32, 8, 128)
-    half, whole = (target_memory(shape, tokens=12288, taps=5, itemsize=2, fp8=fp8) for fp8 in (True, False))
+    entries = products + 151936 * 4096 + 34 * (2 * 4096 + 2 * 128)
+    sizes = TargetSizes(entries, 34, 4096, 12288, 32, 8, 128, 151936)
+    half, whole = (target_memory(sizes, tokens=12288, taps=5, itemsize=2, fp8=fp8) for fp8 in (True, False))
     assert whole.weights - half.weights == pytest.approx(products, rel=1e-3)
     assert whole.total < 17 * 2**30
+
+
+def test_of_a_run_of_layers_only_their_number_and_weights_are_others(tiny: TargetFacts) -> None:
+    whole, run = tiny.sizes(100), tiny.sizes(30, layers=2)
+    assert (whole.entries, whole.layers, run.entries, run.layers) == (100, tiny.num_layers, 30, 2)
+    for name in ("hidden_size", "intermediate_size", "heads", "kv_heads", "head_dim", "vocab_size"):
+        assert getattr(run, name) == getattr(whole, name) == getattr(tiny, name)

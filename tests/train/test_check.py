@@ -1,7 +1,6 @@
 """A compiled step that computes something else than plain code is refused before it trains."""
 
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -43,7 +42,7 @@ def make(
 
 
 def assert_empty(step: DrafterStep) -> None:
-    assert not any(bool(getattr(step.buffers, field.name).any()) for field in fields(step.buffers))
+    assert not any(bool(tensor.any()) for tensor in step.buffers.tensors())
     assert not any(bool(tensor.any()) for tensor in step.shared())  # gradients too, as no micro-batch was run
 
 
@@ -55,6 +54,19 @@ def test_what_is_right_passes_at_any_shape_and_leaves_nothing_behind(dtype: str,
     step._check()
     assert not any(weight.grad is not None and weight.grad.isnan().any() for weight in step.drafter.parameters())
     assert all(torch.equal(a, b) for a, b in zip(step.drafter.parameters(), before, strict=True))
+
+
+def test_contents_go_into_the_tensors_that_a_step_has() -> None:
+    step = make("bfloat16")
+    addresses = [tensor.data_ptr() for tensor in step.buffers.tensors()]
+    made = check.contents(step.buffers, V)
+    step.buffers.copy_(made.buffers)
+    for name in ("features_CD", "positions_C", "start_A", "anchor_A", "position_A", "token_A", "labels_AB", "valid_AB"):
+        assert getattr(step.buffers, name).any()
+        assert torch.equal(getattr(step.buffers, name), getattr(made.buffers, name))
+    step.buffers.mask_()
+    assert_empty(step)
+    assert [tensor.data_ptr() for tensor in step.buffers.tensors()] == addresses  # graphs read from there
 
 
 @pytest.mark.usefixtures("traceable")

@@ -20,6 +20,7 @@ from paceline.decode.requests import Request
 from paceline.decode.sampling import Sampling
 from paceline.decode.stats import Stats
 from paceline.observe.console import Console
+from paceline.records import many
 from paceline.runtime.devices import device_name
 from paceline.target.model import DecodingTarget
 
@@ -61,7 +62,7 @@ def bench_generate(work: Work, console: Console) -> dict[str, Any]:
     if work.continuous:
         console.stage("transformers' generate_batch")
         theirs["transformers_continuous_tokens_per_s"] = _continuous(model, prompts, work)
-    console.stage(f"the engine at {work.rows} rows")
+    console.stage(f"the engine at {many(work.rows, 'row')}")
     ours, made = _engine(model, prompts, work)
     if stock:
         theirs["ratio"] = round(ours["tokens_per_s"] / theirs["transformers_tokens_per_s"], 2)

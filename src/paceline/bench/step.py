@@ -18,10 +18,11 @@ from typing import Any
 import torch
 
 from paceline.bench.features import feature_batches
+from paceline.bench.figures import brief, show_rows
 from paceline.bench.peer_step import measure_peer, peer_variants
 from paceline.bench.peers import PeerName, check_peer
 from paceline.bench.shapes import SHAPES
-from paceline.bench.timing import gib, round_times, row_line, step_figures, wait
+from paceline.bench.timing import gib, round_times, step_figures, wait
 from paceline.bench.weights import random_drafter, random_ends
 from paceline.bench.work import CLIP, RATE, Work, asked
 from paceline.drafter.float8 import check_sizes, product_sizes
@@ -33,6 +34,7 @@ from paceline.target.products import check_fp8
 from paceline.train.step import DrafterStep
 
 OURS = "paceline"
+_FIRST = ("step_ms", "blocks_per_s")  # what is told of a row as soon as it is there
 
 
 def bench_step(
@@ -53,14 +55,15 @@ def bench_step(
                 rows.append(_in_process(work, measure_peer, peer, variant))
             except RunError as error:  # the others are worth measuring all the same
                 rows.append({"who": peer, "policy": variant, "blocks_per_s": None, "failed": str(error)})
-            console.line(row_line(rows[-1]))
+            console.line(brief(rows[-1], *_FIRST))
     best = max((row["blocks_per_s"] for row in rows if row["blocks_per_s"]), default=None)
     for policy in policies:
         console.stage(f"{work.shape.name} {policy}")
         row = _in_process(work, _in_thread, policy, time.time())
         row["ratio_to_best_peer"] = best and round(row["blocks_per_s"] / best, 3)
         rows.append(row)
-        console.line(row_line(row))
+        console.line(brief(row, *_FIRST))
+    show_rows(rows, console)
     return rows
 
 

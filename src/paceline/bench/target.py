@@ -22,9 +22,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from paceline import blocks
+from paceline.bench.figures import brief, show_rows
 from paceline.bench.lengths import run_lengths
 from paceline.bench.target_shapes import TARGET_SHAPES, TargetShape
-from paceline.bench.timing import gib, rates, round_times, row_line, wait
+from paceline.bench.timing import gib, rates, round_times, wait
 from paceline.config import DataSettings
 from paceline.data.plan import plan, width
 from paceline.observe.console import Console
@@ -37,6 +38,7 @@ PATHS: tuple[Path, ...] = ("plain", "fast", "compiled", "fp8")  # in this order:
 STOCK_LAYOUTS = ("padded", "packed", "single")
 OURS = "paceline"
 COUNTED = "real tokens in, taps of real tokens out, samples end to end; weights loaded and ids on the device"
+_FIRST = ("pass_ms", "tokens_per_s")  # what is told of a row as soon as it is there
 _ROWS = 20_000  # of the plan that batches are taken from
 
 
@@ -83,7 +85,7 @@ def bench_target(work: TargetWork, console: Console) -> list[dict[str, Any]]:
                 layer.compile(dynamic=True)
         for layout in STOCK_LAYOUTS:
             jobs, padded = _stock_jobs(model, work, layout, batches)
-            console.line(row_line(measure(stock, how, layout, jobs, padded)))
+            console.line(brief(measure(stock, how, layout, jobs, padded), *_FIRST))
     for layer in model.layers:
         layer._compiled_call_impl = None
     wanted = _stock_features(model, work.shape, batches[0])
@@ -100,7 +102,8 @@ def bench_target(work: TargetWork, console: Console) -> list[dict[str, Any]]:
         row["ratio_to_best_peer"] = round(row["tokens_per_s"] / best, 3)
         row["relative_error"] = _relative_error(target.features(batches[0]), wanted, path, work.dtype)
         row["recompiles"] = target.recompiles
-        console.line(row_line(row))
+        console.line(brief(row, *_FIRST))
+    show_rows(rows, console)
     return rows
 
 

@@ -77,12 +77,3 @@ def step_figures(shape: Shape, batches: list[FeatureBatch], seconds: float, devi
 def gib(size: int) -> float:
     """Return bytes in GiB, rounded for a table."""
     return round(size / 2**30, 3)
-
-
-def row_line(row: dict[str, Any]) -> str:
-    """Return a row of figures in one line."""
-    return "  " + "  ".join(f"{key} {_short(value)}" for key, value in row.items() if key not in ("shape", "counted"))
-
-
-def _short(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

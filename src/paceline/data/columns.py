@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 from jaxtyping import Int
 
-from paceline.records import UserError
+from paceline.records import UserError, many
 
 Lists: TypeAlias = pa.ListArray | pa.LargeListArray
 NEEDED = ("input_ids", "loss_mask")
@@ -102,8 +102,9 @@ def check_candidates(path: Path, table: pa.Table, advice: str) -> None:
         wrong = (lengths != marks) | (candidates < 0) | (candidates > lengths)
         if wrong.any():
             at = int(wrong.argmax())
-            found = f"{lengths[at]:,} tokens, {marks[at]:,} mask values, {candidates[at]:,} candidates"
-            raise _damaged(path, f"row {row + at:,} has {found}", advice)
+            found = ((lengths, "token"), (marks, "mask value"), (candidates, "candidate"))
+            told = ", ".join(many(int(counts[at]), what) for counts, what in found)
+            raise _damaged(path, f"row {row + at:,} has {told}", advice)
         row += len(lengths)
 
 

@@ -27,7 +27,7 @@ from paceline.data.conversation import CUT, LOOP, answer_tokens
 from paceline.data.manifest import Count, what_is_wrong
 from paceline.data.shard_log import Record
 from paceline.data.writer import settle
-from paceline.records import UserError
+from paceline.records import UserError, many
 
 VERSION = 2
 NAME = "completions.json"
@@ -248,8 +248,9 @@ def shard_files(folder: Path) -> list[Path]:
     if not files:
         why = ", ".join(f"{reason}: {count:,}" for reason, count in ledger.total.reasons.items())
         raise UserError(
-            f"{folder} holds no rows: all of its {ledger.conversations:,} conversations were refused or left out "
-            f"({why}). Generate again with other settings, or leave the folder out."
+            f"{folder} holds no rows: none of its {many(ledger.conversations, 'conversation')} was kept "
+            f"({why}). Generate "
+            "again with other settings, or leave the folder out."
         )
     return files
 

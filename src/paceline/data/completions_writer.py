@@ -31,7 +31,7 @@ from paceline.data.completions import (
 from paceline.data.conversation import Row
 from paceline.data.shard_log import Key, Record, ShardLog, json_line, json_rows, write_log
 from paceline.data.writer import settle
-from paceline.records import RunError, UserError
+from paceline.records import RunError, UserError, many
 
 _OWN = re.compile(r"\.lock|completions\.json|(completions|quarantine)-\d{5,}\.jsonl|open-\d{5,}\.log")
 
@@ -195,7 +195,7 @@ class CompletionsWriter:
     def _recover(self, index: int) -> None:
         log = self._logs[index] = ShardLog(self._log_path(index))
         if log.damaged:
-            self.notes.append(f"{log.path} had {log.damaged} damaged lines; what stood in them is made again.")
+            self.notes.append(f"{log.path} had {many(log.damaged, 'damaged line')}; what stood there is made again.")
         self._count(log)
         self._seal_if_finished(index)
 

@@ -23,7 +23,7 @@ from typing import IO, Any, cast
 import numpy as np
 from jaxtyping import Bool, Int, UInt64
 
-from paceline.records import UserError
+from paceline.records import UserError, many
 
 NGRAM = 13  # words that a training and an evaluation prompt may not share
 WHOLE = 5  # words from which an evaluation prompt counts as contained; a shorter one must be the whole training prompt
@@ -78,8 +78,8 @@ class EvalPrompts:
     @property
     def counted(self) -> str:
         """The same in words."""
-        said = f"Rows are compared with {self.prompts:,} of {self.prompts + self.wordless:,} evaluation prompts"
-        return f"{said}; {self.wordless:,} without words are left out." if self.wordless else f"{said}."
+        said = f"Rows are compared with {self.prompts:,} of {many(self.prompts + self.wordless, 'evaluation prompt')}"
+        return f"{said}; left out, without words: {self.wordless:,}." if self.wordless else f"{said}."
 
     def find(self, text: str) -> str | None:
         """Return the place (file:line) of the first evaluation prompt that the text contains."""

@@ -25,7 +25,7 @@ from paceline.data.plan import BucketTable, Plan, check_lengths, count_batches, 
 from paceline.data.plan_order import shuffled_parts
 from paceline.data.set_aside import BadRow, check_anchors, fault_without_anchors, without_anchors
 from paceline.data.store import CompletionDataset, open_dataset
-from paceline.records import UserError
+from paceline.records import UserError, many
 
 _PASSES = 2**64 - 3  # second word of the Philox key, see plan.py
 
@@ -259,7 +259,7 @@ class Mixture:
         if not stretches and len(self):
             raise UserError(
                 f"data.weights must give every epoch a row, got {[float(weight) for weight in self.weights]}, and "
-                f"epoch {epoch} would hold none of the {len(self):,} rows. Raise them."
+                f"epoch {epoch} would hold none of the {many(len(self), 'row')}. Raise them."
             )
         return EpochRows(self, stretches)
 

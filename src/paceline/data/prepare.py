@@ -25,7 +25,7 @@ from paceline.data.sources import SourceFile
 from paceline.data.store import open_dataset
 from paceline.data.workshop import clear, gather_quarantine, place_quarantine, quarantine_of, workshop
 from paceline.data.writer import check_place, placing, seal, shard_name
-from paceline.records import UserError
+from paceline.records import UserError, many
 
 _CALLED = ("transformers", "tokenizers", "jinja2")  # whose versions may decide what a row becomes
 Progress = Callable[[int, int | None], None]
@@ -289,12 +289,13 @@ def _found_note(folder: Path, found: Sequence[PieceFacts], of: int) -> str:
     oldest = min(facts.file(folder, ".json").stat().st_mtime for facts in found)
     rows = sum(facts.read for facts in found)
     age = _age(time.time() - oldest)
-    return f"{folder} holds {len(found)} of {of} pieces ({rows:,} rows, made {age} ago), which are used again."
+    held = f"{len(found)} of {many(of, 'piece')} ({many(rows, 'row')}, made {age} ago)"
+    return f"{folder} holds {held}, which are used again."
 
 
 def _age(seconds: float) -> str:
     for name, size in (("day", 86400), ("hour", 3600), ("minute", 60)):
         if seconds >= size:
             count = int(seconds // size)
-            return f"{count} {name}{'s' * (count > 1)}"
+            return many(count, name)
     return f"{int(seconds)} s"

@@ -15,7 +15,7 @@ from typing import Any
 
 from paceline.data import chat
 from paceline.data.messages import BadRow, Message, is_conversation, read_conversation, short
-from paceline.records import UserError
+from paceline.records import UserError, many
 
 Messages = list[Message]
 
@@ -165,7 +165,8 @@ def check_room(place: str, tokens: int, max_new_tokens: int, what: str, limit: i
     if tokens + max_new_tokens > limit:
         raise BadRow(
             "too long",
-            f"{place} has {tokens:,} tokens and --max-new-tokens is {max_new_tokens:,}, together more than {what}. "
+            f"{place} has {many(tokens, 'token')} and --max-new-tokens is {max_new_tokens:,}, together more "
+            f"than {what}. "
             "Shorten one of them.",
         )
 

@@ -21,7 +21,7 @@ from paceline.blocks import anchor_candidates
 from paceline.data.chat import ChatEncoder, Rendered
 from paceline.data.exclude import EvalPrompts
 from paceline.data.messages import BadRow, is_conversation, read_conversation
-from paceline.records import UserError
+from paceline.records import UserError, many
 
 # Raise it whenever a change here or in the modules of chats changes what a row becomes: pieces and datasets of before
 # are then made anew.
@@ -213,7 +213,8 @@ def _masked_ids(row: dict[str, Any], vocab_size: int) -> Ids:
         raise BadRow("malformed mask", "loss_mask must be a list of true and false, or of 0 and 1.")
     if len(mask) != len(ids_S):
         raise BadRow(
-            "malformed mask", f"loss_mask must be as long as input_ids ({len(ids_S):,}), it has {len(mask):,} entries."
+            "malformed mask",
+            f"loss_mask must be as long as input_ids ({len(ids_S):,}), it has {many(len(mask), 'entry', 'entries')}.",
         )
     return ids_S, mask.astype(bool)
 
@@ -264,7 +265,8 @@ def _within_limits(
     if too_long > 0 and limits.on_long == "refuse":
         raise BadRow(
             "too long",
-            f"The row has {len(ids_S):,} tokens, max_length is {limits.max_length:,}. Raise it or truncate long rows.",
+            f"The row has {many(len(ids_S), 'token')}, max_length is {limits.max_length:,}. Raise it or "
+            "truncate long rows.",
         )
     supervised_cut = int(np.count_nonzero(mask_S[limits.max_length :]))
     ids_S, mask_S = ids_S[: limits.max_length], mask_S[: limits.max_length]

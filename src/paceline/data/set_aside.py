@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Int
 
 from paceline.data.store import CompletionDataset
-from paceline.records import RunError, UserError
+from paceline.records import RunError, UserError, many
 
 NO_TOKENS = "no tokens"
 ALL_MASKED = "no two supervised tokens"
@@ -106,7 +106,9 @@ def fault_when_read(dataset: CompletionDataset, row: int, last_id: int) -> BadRo
     from paceline.blocks import anchor_candidates  # loads torch, which planning does without
 
     found, counted = len(anchor_candidates(mask_S)), int(dataset.candidates_of(np.array([row]))[0])
-    return bad_row(dataset, row, OTHER_MASK, f"has a loss mask for {found:,} anchors, and {counted:,} were counted")
+    return bad_row(
+        dataset, row, OTHER_MASK, f"has a loss mask for {many(found, 'anchor')}, and its dataset counted {counted:,}"
+    )
 
 
 def bad_row(dataset: CompletionDataset, row: int, reason: str, detail: str) -> BadRow:

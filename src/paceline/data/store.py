@@ -30,7 +30,7 @@ from paceline.data.columns import (
 )
 from paceline.data.manifest import NAME, Manifest, Origin, Shard, check_file_name, load_manifest
 from paceline.data.parquet import as_arrow
-from paceline.records import UserError
+from paceline.records import UserError, many
 
 # `source` and `line` lead from a row back to the input it came from; `tokens_cut` is what truncation took from it.
 SCHEMA = pa.schema(
@@ -215,13 +215,17 @@ def _open_shard(folder: Path, shard: Shard) -> pa.Table:
     if not table.schema.equals(SCHEMA):
         raise UserError(f"Shard {path} must have the columns {one_line(SCHEMA)}, got {one_line(table.schema)}.")
     if table.num_rows != shard.rows:
-        raise UserError(f"Shard {path} holds {table.num_rows:,} rows, the manifest says {shard.rows:,}. Prepare again.")
+        raise UserError(
+            f"Shard {path} holds {many(table.num_rows, 'row')}, the manifest says {shard.rows:,}. Prepare again."
+        )
     advice = f"Look at it with `paceline prepare {folder} --verify`."
     check_ends(path, table, advice)
     check_candidates(path, table, advice)
     tokens = sum(int(ends[-1] - ends[0]) for ends in ends_of(table, "input_ids"))
     if tokens != shard.tokens:
-        raise UserError(f"Shard {path} holds {tokens:,} tokens, the manifest says {shard.tokens:,}. Prepare again.")
+        raise UserError(
+            f"Shard {path} holds {many(tokens, 'token')}, the manifest says {shard.tokens:,}. Prepare again."
+        )
     return table
 
 

@@ -11,23 +11,10 @@ key/value heads, E head width, L layers, V vocabulary; a small d marks the draft
 from dataclasses import asdict, dataclass
 
 from paceline.config import DrafterSettings
+from paceline.records import TargetSizes
 
 PREFILL_TOKENS = 16_384  # padded tokens of one prompt pass on a GPU
 _WORKSPACE = 64 << 20  # bytes: cuBLAS keeps 32 MiB (Hopper) for a thread and stream: prompt passes, capture
-
-
-@dataclass(frozen=True, slots=True)
-class TargetShape:
-    """What the estimate needs of a target."""
-
-    entries: int  # of all its weights
-    layers: int
-    hidden_size: int
-    intermediate_size: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +52,7 @@ class EngineMemory:
 
 
 def engine_memory(
-    target: TargetShape,
+    target: TargetSizes,
     drafter: DrafterSettings,
     *,
     drafter_entries: int,

@@ -25,7 +25,7 @@ from paceline.decode.remote_wire import Denied, Refused
 from paceline.decode.requests import Request
 from paceline.decode.sampling import Sampling
 from paceline.decode.stats import Stats, progress_note
-from paceline.records import Completion, PacelineError, RunError, UserError
+from paceline.records import Completion, PacelineError, RunError, UserError, many
 
 KEY_VARIABLE = "PACELINE_API_KEY"
 _LAST_PORT = 65535
@@ -209,7 +209,9 @@ class Remote:
                 attempts += not isinstance(error, Refused)
                 failed = error
             if attempts == self._limits.attempts or refusals == _MOST_REFUSALS:
-                return RunError(f"{server.url} gave no answer in {attempts + refusals} attempts, at last: {failed}.")
+                return RunError(
+                    f"{server.url} gave no answer in {many(attempts + refusals, 'attempt')}, at last: {failed}."
+                )
             if not isinstance(failed, Refused):
                 await asyncio.sleep(max(back_off_s(attempts), min(failed.retry_after_s, self._limits.patience_s)))
 

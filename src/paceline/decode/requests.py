@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from paceline.records import UserError
+from paceline.records import UserError, many
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +45,13 @@ def check_request(request: Request, *, slots: int, max_positions: int, vocab_siz
     if not len(prompt):
         raise UserError(f"{name} has no tokens, so there is nothing to continue. Remove it or give it text.")
     if new < 1:
-        raise UserError(f"{name} may have {new} new tokens. Allow at least 1.")
+        raise UserError(f"{name} may have {many(new, 'new token')}. Allow at least 1.")
     if min(prompt) < 0 or max(prompt) >= vocab_size:
         wrong = next(token for token in prompt if not 0 <= token < vocab_size)
         raise UserError(f"{name} holds token id {wrong}; the target has 0..{vocab_size - 1}. Use its own tokenizer.")
     limit, whose = min((max_positions, "positions the target has"), (slots, "slots a row of the engine has"))
     if len(prompt) + new > limit:
         raise UserError(
-            f"{name} has {len(prompt):,} tokens and may have {new:,} new ones, together more than the {limit:,} "
+            f"{name} has {many(len(prompt), 'token')} and may have {new:,} new ones, together more than the {limit:,} "
             f"{whose}. Shorten one of them."
         )

@@ -21,7 +21,7 @@ from paceline.decode.remote_dialects import Failed, Rejected
 from paceline.decode.remote_wire import Denied, exchange, fetch_text
 from paceline.decode.sampling import Sampling
 from paceline.decode.served_counters import DRAFTS, GENERATED, Counters, read_counters
-from paceline.records import RunError, UserError
+from paceline.records import RunError, UserError, many
 
 _LAG_S = 2.0  # in which a server's counters must have what it has answered
 _LOOK_S = 0.05
@@ -148,7 +148,9 @@ async def _measure_vllm(client: httpx2.AsyncClient, asked: Asked, model: str, on
             "engine, and once more."
         )
     if not counted.drafts:
-        raise RunError(f"{asked.url} (vLLM) drafted nothing for {len(replies):,} answers: longer ones are needed.")
+        raise RunError(
+            f"{asked.url} (vLLM) drafted nothing for {many(len(replies), 'answer')}: longer ones are needed."
+        )
     return Served(
         "vLLM",
         model,
@@ -189,7 +191,9 @@ async def _measure_sglang(client: httpx2.AsyncClient, asked: Asked, model: str, 
     cycled = [(reply.tokens, reply.told.get("spec_verify_ct") or 0, reply.told) for reply in replies]
     cycled = [one for one in cycled if one[1]]
     if not cycled:
-        raise RunError(f"{asked.url} (SGLang) drafted nothing for {len(replies):,} answers: longer ones are needed.")
+        raise RunError(
+            f"{asked.url} (SGLang) drafted nothing for {many(len(replies), 'answer')}: longer ones are needed."
+        )
     cycles = sum(verified for _, verified, _ in cycled)
     return Served(
         "SGLang",

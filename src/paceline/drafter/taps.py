@@ -1,6 +1,6 @@
 """Which of the target's layers a drafter reads where nobody says."""
 
-from paceline.records import UserError
+from paceline.records import UserError, many
 
 
 def default_taps(num_target_layers: int, num_taps: int) -> tuple[int, ...]:
@@ -14,5 +14,8 @@ def default_taps(num_target_layers: int, num_taps: int) -> tuple[int, ...]:
     span = num_target_layers - 4
     taps = tuple(round(1 + i * span / (num_taps - 1)) for i in range(num_taps))
     if len(set(taps)) < num_taps:
-        raise UserError(f"A target of {num_target_layers} layers has no {num_taps} distinct taps. Ask for fewer taps.")
+        raise UserError(
+            f"A target of {many(num_target_layers, 'layer')} has no {many(num_taps, 'distinct tap')}. Ask for "
+            "fewer taps."
+        )
     return taps

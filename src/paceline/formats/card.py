@@ -8,6 +8,7 @@ from typing import Any
 
 from paceline.checkpoint.drafter import DrafterMeta
 from paceline.config import RunSettings
+from paceline.records import many
 
 # Settings that decide what is learnt, in the order of the card.
 _RECIPE = (
@@ -139,7 +140,7 @@ def _results(evaluation: Mapping[str, Any] | None) -> list[str]:
         return ["Not measured: `paceline evaluate` had not been run on these weights when they were exported."]
     rows = [f"| {label} | {_plain(evaluation[key])} |" for key, label in _RESULTS if key in evaluation]
     near = evaluation.get("near_ties") or 0
-    equal = _plain(evaluation["lossless"]) + (f", but for {near:,} answers that part at a near tie" if near else "")
+    equal = _plain(evaluation["lossless"]) + (f", but for {many(near, 'answer')} parting at a near tie" if near else "")
     rows.append(f"| output equal to plain decoding | {equal} |")
     slots = " ".join(f"{share:.2f}" for share in evaluation["per_slot_acceptance"][1:])
     rows.append(f"| accepted up to slot 1, 2, … | {slots} |")

@@ -8,6 +8,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from paceline.records import many
+
 Event = Mapping[str, Any]
 
 _SENTENCES = {
@@ -143,7 +145,7 @@ def _evaluated(event: Event) -> str:
     best = ", the best so far" if event.get("best") is True else ""
     estimate = "" if event.get("estimate") is None else "; training sees {estimate:.2f}"
     text = "true acceptance after step {steps:,}: {tau:.2f}, {tau_pooled:.2f} pooled" + estimate
-    return _filled(text + " ({prompts:,} prompts, {s:.1f} s)", event) + best
+    return _filled(text + f" ({_many(event, 'prompts', 'prompt')}, {{s:.1f}} s)", event) + best
 
 
 def _evaluation_skipped(event: Event) -> str:
@@ -195,7 +197,8 @@ def _started(event: Event) -> str:
 
 
 def _trained(event: Event) -> str:
-    return _filled("trained {train_steps:,} steps in {train_s:.1f} s; the drafter is in {drafter}", event)
+    trained = f"trained {_many(event, 'train_steps', 'step')} in "
+    return _filled(trained + "{train_s:.1f} s; the drafter is in {drafter}", event)
 
 
 _MADE: dict[str, Callable[[Event], str | None]] = {
@@ -233,6 +236,11 @@ def _filled(sentence: str, values: Mapping[str, Any]) -> str:
     # Numbers that are not finite may still be strings, which take no number's format.
     given |= {key: float(value) for key, value in values.items() if value in ("nan", "inf", "-inf")}
     return sentence.format_map(_Given(given))
+
+
+def _many(event: Event, key: str, what: str) -> str:
+    count = event.get(key)
+    return many(count, what) if isinstance(count, int) else f"? {what}s"
 
 
 def number(value: Any) -> float:

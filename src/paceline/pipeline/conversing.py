@@ -18,7 +18,7 @@ from paceline.data.messages import BadRow, Message
 from paceline.data.prompt_file import Prompt, PromptLines
 from paceline.data.shard_log import Key
 from paceline.decode.requests import Request
-from paceline.records import Completion, PacelineError, UserError
+from paceline.records import Completion, PacelineError, UserError, many
 
 
 @runtime_checkable
@@ -174,7 +174,7 @@ def check_refused(ledger: Ledger, most: float) -> None:
 def _check(ledger: Ledger, errors: int, most: float, more: str) -> None:
     of = ledger.conversations
     if errors > int(most * of) or errors == of:
-        allowed = f"At most {int(most * of):,} of {of:,} prompts may be refused (--max-quarantined)"
+        allowed = f"At most {int(most * of):,} of {many(of, 'prompt')} may be refused (--max-quarantined)"
         raise UserError(f"{more} {allowed}, {errors:,} are.")
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.probe.finding import Bench, Finding, tell
+from paceline.records import many
 from paceline.runtime.profile import driver_version
 
 GIB = 1 << 30
@@ -121,7 +122,7 @@ def cores_and_memory(bench: Bench) -> Finding:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = _memory_limit()
     available = _available()
-    text = f"{cores} cores" + (f" (the container may use {quota:g})" if quota and quota < cores else "")
+    text = many(cores, "core") + (f" (the container may use {quota:g})" if quota and quota < cores else "")
     text += f", {total / GIB:.0f} GiB of memory"
     text += f" (the container may use {limit / GIB:.0f})" if limit and limit < total else ""
     text += f", {available / GIB:.0f} GiB available" if available else ""

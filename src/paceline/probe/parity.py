@@ -18,6 +18,7 @@ from torch import Tensor
 from paceline.config import DrafterSettings
 from paceline.drafter.ends import FrozenEnds
 from paceline.drafter.model import rotary
+from paceline.records import many
 from paceline.target.load import TargetFacts, decoder_of
 
 State = Literal["ok", "off", "unchecked"]
@@ -172,9 +173,9 @@ def check_mask(
         wrong = f"occurs in row {held[1]} of {held[0]}"
     if wrong:
         return Check("mask token", "off", f"{what} {wrong}")
-    where = f"{len(in_data)} dataset{'s' * (len(in_data) != 1)}" if in_data else "no dataset (none is here)"
+    where = many(len(in_data), "dataset") if in_data else "no dataset (none is here)"
     return Check(
-        "mask token", "ok", f"{what} is a row of the embedding; not in {len(prompts):,} prompts, nor in {where}"
+        "mask token", "ok", f"{what} is a row of the embedding; not in {many(len(prompts), 'prompt')}, nor in {where}"
     )
 
 

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from paceline.bench.figures import brief, show_rows
 from paceline.bench.pipeline import (
     PipelineWork,
     Whole,
@@ -21,7 +22,6 @@ from paceline.bench.pipeline import (
     target_alone,
     target_facts,
 )
-from paceline.bench.timing import row_line
 from paceline.bench.weights import random_ends
 from paceline.checkpoint.saver import Saver
 from paceline.config import RunSettings
@@ -46,8 +46,7 @@ def bench_pipeline(work: PipelineWork, console: Console) -> list[dict[str, Any]]
         RunError: a part cannot be measured here.
     """
     rows, _ = sides_and_whole(work, console)
-    for row in rows:
-        console.line(row_line(row))
+    show_rows(rows, console)
     return rows
 
 
@@ -194,5 +193,6 @@ def bench_stand_ins(console: Console, *, targets: int, drafters: int, count: int
                 "counted": "threads, leases, slots, channel and dealing of a run; nothing is computed",
             }
         )
-        console.line(row_line(rows[-1]))
+        console.line(brief(rows[-1], "micro_batches_per_s", "share_of_bound"))
+    show_rows(rows, console)
     return rows

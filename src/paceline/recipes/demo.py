@@ -22,7 +22,7 @@ from paceline.recipes.generate_asked import Asked
 from paceline.recipes.prepare import prepare_dataset
 from paceline.recipes.prompts import split_prompts
 from paceline.recipes.train import train
-from paceline.records import RunError, UserError
+from paceline.records import RunError, UserError, many
 from paceline.runtime.profile import cache_folder
 from paceline.target.load import describe
 from paceline.target.smollm2 import fetch_smollm2
@@ -63,7 +63,9 @@ def demo(run: Path, *, size_name: str, console: Console) -> dict[str, Any]:
             on_progress=tick,
             on_note=console.line,
         )
-    console.line(f"  {prepared['rows']:,} rows, {prepared['tokens']:,} tokens, quarantined {prepared['quarantined']}")
+    console.line(
+        f"  {many(prepared['rows'], 'row')}, {prepared['tokens']:,} tokens, quarantined {prepared['quarantined']}"
+    )
 
     console.stage(f"4/7 plan and 5/7 train: target replicas on {', '.join(settings.pipeline.targets)}, drafter beside")
     trained = train(settings, console=console)

@@ -2,30 +2,24 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from paceline.checkpoint.drafter import DrafterMeta, find_drafter, weights_sha256
+from paceline.checkpoint.drafter import find_drafter, weights_sha256
 from paceline.checkpoint.folder import write_whole
 from paceline.data.prompt_sets import Source
 from paceline.decode.breakdown import by_category, by_context
-from paceline.decode.evaluate import acceptance, decode_all, measure_speedup
-from paceline.decode.generate import generate
+from paceline.decode.evaluate import acceptance, measure_speedup
 from paceline.decode.lossless import differences
-from paceline.decode.speculate import speculate
-from paceline.drafter.ends import FrozenEnds
 from paceline.drafter.model import Drafter
 from paceline.observe.console import Console
 from paceline.recipes.evaluate_against import compare, load_other, per_prompt
 from paceline.recipes.evaluate_asked import Asking, ask, check_target, tell_beyond, trained_tokens
+from paceline.recipes.evaluate_decoding import Decoding, load_both
 from paceline.records import Completion, UserError
 from paceline.runtime.devices import device_name
-from paceline.target.load import TargetFacts, describe, load_ends, load_tokenizer
-from paceline.target.model import DecodingTarget
+from paceline.target.load import describe, load_tokenizer
 
 
 def evaluate(
@@ -64,7 +58,7 @@ def evaluate(
     beyond = tell_beyond(questions.ids, asking, trained_on, console)
 
     # 2. Both models decode.
-    decoding = _load(meta, weights, facts, asking, rows, dtype, device, console)
+    decoding = load_both(meta, weights, facts, asking, rows, dtype, device, console)
     del weights  # which may be gigabytes
     plain = decoding.plainly(questions.ids)
     trained = decoding.speculatively(questions.ids)
@@ -91,60 +85,6 @@ def evaluate(
     return report
 
 
-@dataclass(frozen=True, slots=True)
-class _Decoding:
-    """A target and its drafter, loaded, and how they decode."""
-
-    target: DecodingTarget
-    drafter: Drafter
-    ends: FrozenEnds
-    asking: Asking
-    rows: int
-    dtype: str
-    console: Console
-
-    def plainly(self, prompts: Sequence[Sequence[int]]) -> list[Completion]:
-        """Return the answers of the target alone."""
-
-        def decode() -> Iterator[tuple[int, Completion]]:
-            return generate(self.target, prompts, **self._how())
-
-        with self.console.progress("plain decoding", len(prompts)) as tick:
-            return decode_all(decode, len(prompts), tick)
-
-    def speculatively(
-        self, prompts: Sequence[Sequence[int]], drafter: Drafter | None = None, what: str = "speculative decoding"
-    ) -> list[Completion]:
-        """Return the answers with the drafter, or with another one."""
-        who = drafter or self.drafter
-
-        def decode() -> Iterator[tuple[int, Completion]]:
-            return speculate(self.target, who, self.ends, prompts, **self._how())
-
-        with self.console.progress(what, len(prompts)) as tick:
-            return decode_all(decode, len(prompts), tick)
-
-    def _how(self) -> dict[str, Any]:
-        asking = self.asking
-        return {"max_new_tokens": asking.max_new_tokens, "rows": self.rows, "sampling": asking.sampling}
-
-
-def _load(
-    meta: DrafterMeta,
-    weights: Mapping[str, torch.Tensor],
-    facts: TargetFacts,
-    asking: Asking,
-    rows: int,
-    dtype: str,
-    device: str,
-    console: Console,
-) -> _Decoding:
-    numbers = getattr(torch, dtype)
-    drafter = Drafter.from_weights(meta.settings, meta.hidden_size, weights).to(device, numbers)
-    target = DecodingTarget(facts, meta.settings.taps, dtype=numbers, device=device)
-    return _Decoding(target, drafter, load_ends(facts).to(device, numbers), asking, rows, dtype, console)
-
-
 def _free_place(path: Path) -> Path:
     """Return where the result goes, before anything is decoded for it.
 
@@ -168,7 +108,7 @@ def _accepted(done: Sequence[Completion], block_size: int, categories: Sequence[
     }
 
 
-def _lossless(decoding: _Decoding, plain: Sequence[Completion], done: Sequence[Completion]) -> dict[str, Any]:
+def _lossless(decoding: Decoding, plain: Sequence[Completion], done: Sequence[Completion]) -> dict[str, Any]:
     if decoding.asking.sampling.temperature > 0 and decoding.dtype != "float32":
         # A draw falls at the edge of two tokens whatever their logits, so no gap tells rounding from a mistake.
         unknown = ("lossless", "first_difference", "near_ties", "mismatches", "largest_gap", "near_tie_bound")
@@ -189,7 +129,7 @@ def _lossless(decoding: _Decoding, plain: Sequence[Completion], done: Sequence[C
     }
 
 
-def _untrained(decoding: _Decoding, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+def _untrained(decoding: Decoding, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
     """The same decoding with initial weights: what acceptance is worth without training."""
     drafter = decoding.drafter
     weight = drafter.fc.weight
@@ -199,7 +139,7 @@ def _untrained(decoding: _Decoding, prompts: Sequence[Sequence[int]]) -> dict[st
     return {"tau_untrained": result.tau, "untrained_prompts": result.prompts}
 
 
-def _speed(decoding: _Decoding, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+def _speed(decoding: Decoding, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
     with decoding.console.progress("speed, one prompt at a time", len(prompts)) as tick:
         speed = measure_speedup(
             decoding.target,

@@ -11,7 +11,7 @@ import numpy as np
 from paceline.checkpoint.drafter import evaluation_name
 from paceline.data.messages import short
 from paceline.decode.compare import paired_bootstrap
-from paceline.records import Completion, RunError, UserError
+from paceline.records import Completion, RunError, UserError, many
 
 # What must be equal for a comparison to mean something, and what it is called in a message.
 _SAME = {
@@ -101,7 +101,7 @@ def _taus(rows: dict[str, Any], prompts: int) -> list[float | None]:
         if not isinstance(column, list) or not all(type(count) is int and 0 <= count < 1 << 53 for count in column):
             raise ValueError(f"{name} is no list of counts")
         if len(column) != prompts:
-            raise ValueError(f"{name} has {len(column)} rows for {prompts} prompts")
+            raise ValueError(f"{name} has {many(len(column), 'row')} for {many(prompts, 'prompt')}")
     return [_tau(*counts) for counts in zip(cycles, tokens, strict=True)]
 
 

@@ -15,7 +15,7 @@ from paceline.data.prompt_file import encode_prompts
 from paceline.data.prompt_sets import PromptSet, Source, read_set
 from paceline.decode.sampling import Sampling
 from paceline.observe.console import Console
-from paceline.records import UserError
+from paceline.records import UserError, many
 from paceline.target.load import TargetFacts
 from paceline.target.model import check_taps
 
@@ -125,7 +125,8 @@ def tell_beyond(ids: Sequence[Sequence[int]], asking: Asking, trained: int | Non
     beyond = sum(len(prompt) + asking.max_new_tokens > trained for prompt in ids)
     if beyond:
         console.line(
-            f"  {beyond:,} of {len(ids):,} prompts may go beyond the {trained:,} tokens the drafter was trained on\n"
+            f"  {beyond:,} of {many(len(ids), 'prompt')} may go beyond the {trained:,} tokens the drafter was "
+            "trained on\n"
             "  (data.max_length, train.context_slots): see acceptance by context length."
         )
     return beyond

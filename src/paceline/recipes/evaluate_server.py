@@ -11,8 +11,8 @@ from paceline.data.prompt_sets import Source
 from paceline.decode.served import Asked, measure, served_model
 from paceline.observe.console import Console
 from paceline.recipes.evaluate_asked import Asking, ask
-from paceline.recipes.evaluate_texts import asked_lines, many, slot_lines
-from paceline.records import UserError
+from paceline.recipes.evaluate_texts import asked_lines, slot_lines
+from paceline.records import UserError, many
 from paceline.target.load import TargetFacts, describe, load_tokenizer
 
 SERVER_NAME = "evaluation-server.json"
@@ -96,7 +96,7 @@ def server_text(report: dict[str, Any]) -> str:
     ]
     if report["other_tokens"]:
         lines.append(
-            f"It generated {report['other_tokens']:,} tokens for others meanwhile, which are in its counts:\n"
+            f"It generated {many(report['other_tokens'], 'token')} for others meanwhile, which are in its counts:\n"
             "measure a server that does nothing else."
         )
     if offline := report["offline"]:

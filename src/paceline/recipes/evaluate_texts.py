@@ -5,6 +5,8 @@ from typing import Any
 
 from rich.cells import cell_len, set_cell_size
 
+from paceline.records import many
+
 _COLUMNS = 80
 _SLOTS_A_LINE = 8
 _MOST_CATEGORY = 24  # columns
@@ -46,11 +48,6 @@ def asked_lines(report: dict[str, Any]) -> list[str]:
         f"decoding  {greedy}{number}, up to {report['max_new_tokens']:,} new tokens",
     ]
     return [_cut(line, _COLUMNS) for line in lines]
-
-
-def many(count: int, what: str) -> str:
-    """Return how many there are of something."""
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def slot_lines(shares: Sequence[float]) -> list[str]:

@@ -9,7 +9,7 @@ import torch
 from paceline.config import DType, RunSettings
 from paceline.data.held_out import open_held_out
 from paceline.decode.engine import kept_slots
-from paceline.decode.memory import EngineMemory, TargetShape, engine_memory
+from paceline.decode.memory import EngineMemory, engine_memory
 from paceline.decode.prompts import reach_for
 from paceline.observe.console import Console
 from paceline.pipeline.slots import slots_bytes
@@ -25,18 +25,8 @@ def evaluator_memory(settings: RunSettings, facts: TargetFacts, prompts: Prompts
     """Return the estimate for the prompts of a run."""
     evaluate, shape = settings.evaluate, settings.drafter
     longest = max(map(len, prompts.ids))
-    target = TargetShape(
-        weight_entries(facts.folder),
-        facts.num_layers,
-        facts.hidden_size,
-        facts.intermediate_size,
-        facts.heads,
-        facts.kv_heads,
-        facts.head_dim,
-        facts.vocab_size,
-    )
     return engine_memory(
-        target,
+        facts.sizes(weight_entries(facts.folder)),
         shape,
         drafter_entries=_step_memory(settings, facts).weights // 4,
         rows=min(evaluate.rows, len(prompts.ids)),

@@ -13,7 +13,7 @@ from paceline.recipes.plan_fit import usable_of
 from paceline.recipes.plan_gpus import Asked, best_split
 from paceline.recipes.plan_memory import sizes_of_target
 from paceline.recipes.target_memory import fewest_devices, replica_memory
-from paceline.records import UserError
+from paceline.records import UserError, many
 from paceline.target.load import TargetFacts, describe, load_tokenizer
 from paceline.target.weights import weight_entries
 from paceline.train.memory import gib, sizes_for_tiles, step_memory
@@ -109,7 +109,8 @@ def _work(settings: RunSettings, console: Console) -> dict[str, Any] | None:
     tokens = mixture.datasets[0].manifest.tokens
     blocks = round(share.epoch_share * share.candidates)
     console.line(
-        f"  work: {train.epochs} epochs of {tokens:,} tokens through the target and of {blocks:,} blocks through the "
+        f"  work: {many(train.epochs, 'epoch')} of {tokens:,} tokens through the target and of {blocks:,} "
+        "blocks through the "
         "drafter"
     )
     hours = _hours(settings, mixture, share, console)

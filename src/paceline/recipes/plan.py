@@ -12,7 +12,7 @@ from paceline.data.mixture import Coverage, Mixture, coverage, first_table, open
 from paceline.data.plan import BucketTable
 from paceline.observe.console import Console
 from paceline.recipes.plan_memory import check_target, plan_memory, target_folder
-from paceline.records import UserError
+from paceline.records import UserError, many
 
 # How to split GPUs among a run's roles, printed and as data; see plan_gpus.
 Split = Callable[[RunSettings, BucketTable, Coverage, Console], dict[str, Any]]
@@ -110,7 +110,7 @@ def _rows_of_datasets(mixture: Mixture, console: Console) -> list[dict[str, Any]
     for dataset, weight, rows in zip(mixture.datasets, mixture.weights, taken, strict=True):
         if not rows:
             console.line(
-                f"  none of the {len(dataset):,} rows of {dataset.folder} in the first epoch: its weight is "
+                f"  none of the {many(len(dataset), 'row')} of {dataset.folder} in the first epoch: its weight is "
                 f"{float(weight):g} (data.weights)"
             )
     folders = zip(mixture.datasets, taken, strict=True)
@@ -134,9 +134,10 @@ def _truncation(mixture: Mixture) -> dict[str, int | float]:
 
 def print_buckets(buckets: BucketTable, console: Console) -> None:
     """Print what an epoch looks like, one line a bucket."""
-    console.line(f"  {buckets.samples:,} samples loaded lazily, {buckets.tokens:,} tokens")
+    console.line(f"  {many(buckets.samples, 'sample')} loaded lazily, {buckets.tokens:,} tokens")
     console.line(
-        f"  {buckets.batches:,} batches an epoch ({buckets.layout}), samples in one: min {buckets.batch_min}, "
+        f"  {many(buckets.batches, 'batch', 'batches')} an epoch ({buckets.layout}), samples in one: min "
+        f"{buckets.batch_min}, "
         f"max {buckets.batch_max}, avg {buckets.batch_avg:.1f}"
     )
     console.line(f"  padding {buckets.padding_share:.1%} of what the target computes")
@@ -157,9 +158,11 @@ def print_buckets(buckets: BucketTable, console: Console) -> None:
 
 
 def _print_losses(lost: dict[str, int | float], share: Coverage, train: TrainSettings, console: Console) -> None:
-    console.line(f"  truncation: {lost['rows']:,} rows cut, {lost['tokens']:,} tokens lost ({lost['token_share']:.1%})")
+    console.line(
+        f"  truncation: {many(lost['rows'], 'row')} cut, {lost['tokens']:,} tokens lost ({lost['token_share']:.1%})"
+    )
     console.line(f"  supervised tokens lost: {lost['supervised']:,} ({lost['supervised_share']:.1%})")
     console.line(
         f"  anchors: an epoch draws {share.epoch_share:.1%} of {share.candidates:,} candidates, "
-        f"{train.epochs} epochs {share.run_share:.1%}"
+        f"{many(train.epochs, 'epoch')} {share.run_share:.1%}"
     )

@@ -21,7 +21,7 @@ from paceline.data.plan import BucketTable
 from paceline.observe.console import Console
 from paceline.pipeline.slots import token_bytes
 from paceline.recipes.plan_memory import target_folder
-from paceline.records import UserError
+from paceline.records import UserError, many
 from paceline.runtime.profile import MachineProfile, Rates, load_profile, profile_path, this_machine
 from paceline.target.load import TargetFacts, describe
 from paceline.target.stages import split_layers
@@ -62,7 +62,8 @@ def _predict(run: RunSettings, gpus: int, load: Load, cost: Costs) -> list[Predi
     found = predict(gpus, load, cost, devices_per_replica=each)
     if not found:
         raise UserError(
-            f"A target replica on {each} GPUs (target.devices_per_replica) and a drafter rank need {each + 1}, got "
+            f"A target replica on {many(each, 'GPU')} (target.devices_per_replica) and a drafter rank need "
+            f"{each + 1}, got "
             f"{gpus}. Plan for more, or lower it."
         )
     return found
@@ -82,7 +83,7 @@ def plan_gpus(
     cost = costs_of(run, asked, facts, load, rates, peer)
     found = _predict(run, asked.gpus, load, cost)
     best = _best(found)
-    console.line(f"  {asked.gpus} GPUs, predicted from {_source(asked, profile)}:")
+    console.line(f"  {many(asked.gpus, 'GPU')}, predicted from {_source(asked, profile)}:")
     console.table(
         "", ("targets", "drafters", "targets/s", "drafters/s", "samples/s", "limited by"), [_row(one) for one in found]
     )

@@ -10,7 +10,7 @@ from paceline.observe.console import Console
 from paceline.records import UserError
 from paceline.target.layers import PLAIN_TYPES
 from paceline.target.load import TargetFacts, describe, load_config
-from paceline.target.memory import TargetMemory, TrunkShape, target_memory
+from paceline.target.memory import TargetMemory, target_memory
 from paceline.target.replica import under_way
 from paceline.target.stages import split_layers
 from paceline.target.weights import layer_entries, weight_entries
@@ -32,15 +32,7 @@ def replica_memory(settings: RunSettings, facts: TargetFacts) -> list[TargetMemo
         parts[0] = parts[0][0] + embedding, parts[0][1]
     return [
         target_memory(
-            TrunkShape(
-                entries,
-                layers,
-                facts.hidden_size,
-                facts.intermediate_size,
-                facts.heads,
-                facts.kv_heads,
-                facts.head_dim,
-            ),
+            facts.sizes(entries, layers),
             tokens=settings.train.context_slots,
             taps=len(settings.drafter.taps),
             itemsize=2 if settings.target.dtype == "bfloat16" else 4,

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.recipes.evaluate_texts import evaluation_text
+from paceline.records import many
 
 
 def exported_text(summary: dict[str, Any]) -> str:
@@ -26,7 +27,7 @@ def demo_text(report: dict[str, Any], run_dir: Path) -> str:
             "",
             f"untrained acceptance length {report['tau_untrained']:.2f}",
             evaluation_text(report),
-            f"{report['train_steps']} steps, {report['wall_s']:.0f} s, {report['peak_rss_gib']:.1f} GiB",
+            f"{many(report['train_steps'], 'step')}, {report['wall_s']:.0f} s, {report['peak_rss_gib']:.1f} GiB",
             f"report   {run_dir / 'report.json'}",
             f"drafter  {run_dir / 'drafter'}",
             f"export   {report['export_dir']}",
@@ -38,18 +39,18 @@ def demo_text(report: dict[str, Any], run_dir: Path) -> str:
 def prepared_text(summary: dict[str, Any]) -> str:
     """Return what became of the rows of `prepare`."""
     lines = [
-        f"{'Found' if summary['found'] else 'Wrote'} {summary['rows']:,} rows, {summary['tokens']:,} tokens "
+        f"{'Found' if summary['found'] else 'Wrote'} {many(summary['rows'], 'row')}, {summary['tokens']:,} tokens "
         f"({summary['supervised_share']:.0%} supervised) in {summary['dataset']}."
     ]
     if summary["truncated"]:
         lines.append(
-            f"Truncated {summary['truncated']:,} rows: {summary['tokens_cut']:,} tokens lost, "
+            f"Truncated {many(summary['truncated'], 'row')}: {many(summary['tokens_cut'], 'token')} lost, "
             f"{summary['supervised_cut']:,} of them supervised."
         )
     if summary["quarantined"]:
         refused = sum(summary["quarantined"].values())
         where = f" in {summary['quarantine']}" if summary["quarantine"] else ""
-        lines.append(f"Quarantined {refused:,} of {summary['rows_read']:,} rows{where}:")
+        lines.append(f"Quarantined {refused:,} of {many(summary['rows_read'], 'row')}{where}:")
         lines += [f"  {count:,} {reason}" for reason, count in summary["quarantined"].items()]
     return "\n".join(lines)
 
@@ -57,19 +58,20 @@ def prepared_text(summary: dict[str, Any]) -> str:
 def generated_text(summary: dict[str, Any]) -> str:
     """Return what came of the prompts of `generate`."""
     lines = [
-        f"Finished {summary['conversations']:,} conversations in {summary['completions']}"
+        f"Finished {many(summary['conversations'], 'conversation')} in {summary['completions']}"
         + (f"; {summary['found']:,} of them earlier." if summary["found"] else "."),
-        f"{summary['rows']:,} rows, {summary['tokens_generated']:,} tokens; {summary['stopped']:,} answers stopped, "
-        f"{summary['cut_at_max_new_tokens']:,} were cut.",
+        f"{many(summary['rows'], 'row')}, {summary['tokens_generated']:,} tokens; "
+        f"stopped: {many(summary['stopped'], 'answer')}, "
+        f"cut: {summary['cut_at_max_new_tokens']:,}.",
     ]
     if summary["loops"]:
-        lines.append(f"{summary['loops']:,} rows have an answer that ends in a loop.")
+        lines.append(f"Answers that end in a loop: {many(summary['loops'], 'row')}.")
     if summary["retokenized"]:
-        lines.append(f"{summary['retokenized']:,} rows have ids that were made of text.")
+        lines.append(f"Ids that were made of text: {many(summary['retokenized'], 'row')}.")
     if summary["turns_not_asked"]:
-        lines.append(f"{summary['turns_not_asked']:,} questions were not asked: their conversations ended before.")
+        lines.append(f"Not asked, since the conversation ended before: {many(summary['turns_not_asked'], 'question')}.")
     if summary["retried"]:
-        lines.append(f"{summary['retried']:,} refused before were asked once more.")
+        lines.append(f"Refused before and asked once more: {summary['retried']:,}.")
     if summary["quarantined"]:
         lines.append(f"Quarantined {sum(summary['quarantined'].values()):,} in quarantine-*.jsonl there:")
         lines += [f"  {count:,} {reason}" for reason, count in summary["quarantined"].items()]

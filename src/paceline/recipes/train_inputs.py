@@ -19,7 +19,7 @@ from paceline.recipes.evaluator_memory import check_room_on_device
 from paceline.recipes.plan import print_buckets
 from paceline.recipes.train_checks import check_inputs
 from paceline.recipes.train_prompts import Prompts, open_prompts
-from paceline.records import TokenBatch
+from paceline.records import TokenBatch, many
 from paceline.target.load import TargetFacts, describe
 
 
@@ -78,12 +78,14 @@ def show_inputs(inputs: Inputs, settings: RunSettings, console: Console) -> None
     if inputs.held_out:
         every = settings.evaluate.every_steps
         more = ", before every true acceptance" if inputs.prompts else ""
-        console.line(f"  {inputs.held_out.rows:,} rows held out, looked at every {every:,} steps{more} and at the end")
+        console.line(
+            f"  {many(inputs.held_out.rows, 'row')} held out, looked at every {every:,} steps{more} and at the end"
+        )
     if inputs.prompts:
         evaluate = settings.evaluate
         console.line(
-            f"  {len(inputs.prompts.ids):,} prompts of {inputs.prompts.source} decoded on {evaluate.device} every "
-            f"{evaluate.tau_every_steps:,} steps and at the end"
+            f"  {many(len(inputs.prompts.ids), 'prompt')} of {inputs.prompts.source} decoded on {evaluate.device} "
+            f"every {many(evaluate.tau_every_steps, 'step')} and at the end"
         )
 
 

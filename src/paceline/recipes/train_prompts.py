@@ -12,7 +12,7 @@ from paceline.data.held_out import HeldOut
 from paceline.data.prompt_file import encode_prompts
 from paceline.data.prompt_sets import read_set
 from paceline.observe.console import Console
-from paceline.records import UserError
+from paceline.records import UserError, many
 from paceline.target.load import TargetFacts, load_tokenizer
 from paceline.target.model import DecodingTarget
 
@@ -56,7 +56,7 @@ def _of_file(source: str, evaluate: EvaluateSettings, settings: RunSettings, fac
     for prompt, tokens in zip(found, ids, strict=True):
         if len(tokens) + evaluate.max_new_tokens > facts.max_positions:
             raise UserError(
-                f"{prompt.place} (evaluate.prompts) has {len(tokens):,} tokens and evaluate.max_new_tokens is "
+                f"{prompt.place} (evaluate.prompts) has {many(len(tokens), 'token')} and evaluate.max_new_tokens is "
                 f"{evaluate.max_new_tokens:,}, together more than the target's {facts.max_positions:,} positions. "
                 "Shorten one of them."
             )
@@ -78,11 +78,11 @@ def _of_rows(held_out: HeldOut, evaluate: EvaluateSettings, facts: TargetFacts, 
         what = f"{long:,} are longer" if long else "none begins with tokens that are not supervised"
         raise UserError(
             f"evaluate.device needs prompts with room for evaluate.max_new_tokens ({evaluate.max_new_tokens:,}) in the "
-            f"target's {facts.max_positions:,} positions, but of the {held_out.rows:,} rows of {folder} "
+            f"target's {facts.max_positions:,} positions, but of the {many(held_out.rows, 'row')} of {folder} "
             f"(evaluate.held_out) {what}. Lower it, or name a file in evaluate.prompts."
         )
     if long:
-        console.line(f"  {long:,} prompts of {folder} leave no room for evaluate.max_new_tokens and are left out")
+        console.line(f"  left out, without room for evaluate.max_new_tokens: {many(long, 'prompt')} of {folder}")
     return [list(prompt) for prompt in fitting]
 
 

@@ -11,7 +11,7 @@ from paceline.checkpoint.folder import free_bytes
 from paceline.checkpoint.store import Saved
 from paceline.config import RunSettings
 from paceline.observe.console import Console
-from paceline.records import UserError
+from paceline.records import UserError, many
 from paceline.target.load import TargetFacts
 from paceline.train.memory import step_memory
 
@@ -127,8 +127,10 @@ def check_room(run: Path, settings: RunSettings, facts: TargetFacts) -> None:
             None: "",
         }[by]
         raise UserError(
-            f"{run} (run_dir) needs {_gib(needed)} for {keep} checkpoints (checkpoint.keep),{the_best} one more while "
-            f"it is written, and the drafter, but its disk has {_gib(free)} free. Make room, or choose another place."
+            f"{run} (run_dir) needs {_gib(needed)} for {many(keep, 'checkpoint')} (checkpoint.keep),{the_best} "
+            "one more "
+            f"while it is written, and the drafter, but its disk has {_gib(free)} free. Make room, or choose "
+            "another place."
         )
 
 

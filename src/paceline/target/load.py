@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from paceline.drafter.ends import FrozenEnds
-from paceline.records import UserError
+from paceline.records import TargetSizes, UserError
 from paceline.target.conventions import BUILDING, Conventions, find_conventions
 from paceline.target.reading import DeviceOf, bars_told_to, put_by_name, quiet
 from paceline.target.weights import (
@@ -55,6 +55,19 @@ class TargetFacts:
     eos_ids: tuple[int, ...]
     conventions: Conventions
     own_head_shape: bool  # whether heads, kv_heads and head_dim are those of attention as drafters have it
+
+    def sizes(self, entries: int, layers: int | None = None) -> TargetSizes:
+        """Return the sizes of all its layers or of a run of `layers`, whose weights have `entries` numbers."""
+        return TargetSizes(
+            entries=entries,
+            layers=self.num_layers if layers is None else layers,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            vocab_size=self.vocab_size,
+        )
 
 
 def resolve(model: str, revision: str | None = None) -> Path:

@@ -11,20 +11,9 @@ Shapes: T tokens of a micro-batch, H width, F width of the MLP, N heads, M key/v
 
 from dataclasses import asdict, dataclass
 
+from paceline.records import TargetSizes
+
 _WORKSPACE = 64 << 20  # bytes: cuBLAS keeps 32 MiB (Hopper) for a thread and stream, and attention some
-
-
-@dataclass(frozen=True, slots=True)
-class TrunkShape:
-    """What the estimate needs of a target up to its deepest tap."""
-
-    entries: int  # of all its weights
-    layers: int
-    hidden_size: int
-    intermediate_size: int
-    heads: int
-    kv_heads: int
-    head_dim: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +36,16 @@ class TargetMemory:
 
 
 def target_memory(
-    shape: TrunkShape, *, tokens: int, taps: int, itemsize: int, fp8: bool, made: int = 1
+    sizes: TargetSizes, *, tokens: int, taps: int, itemsize: int, fp8: bool, made: int = 1
 ) -> TargetMemory:
-    """Return the estimate for micro-batches of up to `tokens` real tokens; numbers of `itemsize` bytes. `shape` is of
+    """Return the estimate for micro-batches of up to `tokens` real tokens; numbers of `itemsize` bytes. `sizes` are of
     the layers on the device, on which the features of `made` micro-batches are at once."""
-    H, F, wide = shape.hidden_size, shape.intermediate_size, shape.heads * shape.head_dim
-    outputs = wide + 2 * shape.kv_heads * shape.head_dim
-    weights = shape.entries * itemsize
+    H, F, wide = sizes.hidden_size, sizes.intermediate_size, sizes.heads * sizes.head_dim
+    outputs = wide + 2 * sizes.kv_heads * sizes.head_dim
+    weights = sizes.entries * itemsize
     if fp8:  # a byte an entry of the products, and a float32 scale an output
-        products = shape.layers * H * (outputs + wide + 3 * F)
-        scales = shape.layers * (outputs + 2 * H + 2 * F)
+        products = sizes.layers * H * (outputs + wide + 3 * F)
+        scales = sizes.layers * (outputs + 2 * H + 2 * F)
         weights += products * (1 - itemsize) + 4 * scales
     return TargetMemory(
         weights=weights,

@@ -25,9 +25,9 @@ from paceline.drafter.ends import FrozenEnds
 from paceline.drafter.loss import head_loss
 from paceline.drafter.model import Drafter
 from paceline.records import RunError
+from paceline.train.buffers import Buffers
 
 _BLOCKS = 16  # that have a loss
-BUFFERS = ("features_CD", "positions_C", "start_A", "anchor_A", "position_A", "token_A", "labels_AB", "valid_AB")
 # How many context slots they see: from one, where a single wrong one is seen, to more than two tiles of attention.
 _SEEN = (3, 1, 40, 2, 400, 7, 17, 5, 130, 1, 64, 300, 4, 33, 9, 200)
 
@@ -56,22 +56,10 @@ HITS = 0.03
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Contents:
-    """What the buffers hold for the check, under the buffers' names, and which blocks have a loss."""
+    """What the buffers hold for the check, and which blocks have a loss."""
 
-    features_CD: Tensor
-    positions_C: Tensor
-    start_A: Tensor
-    anchor_A: Tensor
-    position_A: Tensor
-    token_A: Tensor
-    labels_AB: Tensor
-    valid_AB: Tensor
+    buffers: Buffers
     checked_k: Tensor
-
-    def fill(self, buffers: object) -> None:
-        """Copy them into a step's buffers."""
-        for name in BUFFERS:
-            getattr(buffers, name).copy_(getattr(self, name))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,7 +77,7 @@ class Plain:
     ) -> dict[str, tuple[float, float]]:
         """Return (error, bound) of everything that the step computed, by what it is; b = B - 1 slots of a block."""
         hidden_nH, hits_n = hidden_kbH.flatten(0, 1), hits_kb.flatten()
-        weighed_n = made.valid_AB[made.checked_k, 1:].flatten() & self.clear_n
+        weighed_n = made.buffers.valid_AB[made.checked_k, 1:].flatten() & self.clear_n
         whole, weight, one = gradient_errors(self.gradients)
         return {
             "a hidden state": (hidden_error(hidden_nH, self.hidden_nH), bounds.hidden),
@@ -100,14 +88,14 @@ class Plain:
         }
 
 
-def contents(buffers: object, vocab: int) -> Contents:
+def contents(buffers: Buffers, vocab: int) -> Contents:
     """Return contents for a step's buffers, the same at every call.
 
     Blocks ascend as in a packed batch. Those between two with a loss see what the one before them sees, and the last
     ones are unused where there is room.
     """
-    features_CD, valid_AB = (getattr(buffers, name) for name in ("features_CD", "valid_AB"))
-    C, (A, B), device = len(features_CD), valid_AB.shape, features_CD.device
+    features_CD = buffers.features_CD
+    C, (A, B), device = len(features_CD), buffers.valid_AB.shape, features_CD.device
     generator = torch.Generator(device=device).manual_seed(0)
     used = max(1, A - A // 16)
     k = min(_BLOCKS, used)
@@ -126,9 +114,8 @@ def contents(buffers: object, vocab: int) -> Contents:
     def drawn(high: int, *size: int) -> Tensor:
         return torch.randint(high, size, generator=generator, device=device)
 
-    made_CD = torch.randn(features_CD.shape, generator=generator, device=device, dtype=features_CD.dtype)
-    return Contents(
-        features_CD=made_CD,
+    made = Buffers(
+        features_CD=torch.randn(features_CD.shape, generator=generator, device=device, dtype=features_CD.dtype),
         positions_C=torch.arange(C, device=device) % 1009,
         start_A=start_k[nearest_A] * there_A,
         anchor_A=anchor_k[nearest_A] * there_A,
@@ -136,8 +123,8 @@ def contents(buffers: object, vocab: int) -> Contents:
         token_A=drawn(vocab, A) * there_A,
         labels_AB=drawn(vocab, A, B) * valid_full_AB,
         valid_AB=valid_full_AB,
-        checked_k=checked_k,
     )
+    return Contents(made, checked_k)
 
 
 def plain(
@@ -154,9 +141,9 @@ def plain(
     has been compared, so there is never more than one. `margin` is how far a logit is from the best to be clearly
     worse, in standard deviations of its row.
     """
-    at = made.checked_k
-    start_k, anchor_k, token_k = made.start_A[at], made.anchor_A[at], made.token_A[at]
-    slots_C = torch.arange(len(made.positions_C), device=at.device)
+    given, at = made.buffers, made.checked_k
+    start_k, anchor_k, token_k = given.start_A[at], given.anchor_A[at], given.token_A[at]
+    slots_C = torch.arange(len(given.positions_C), device=at.device)
     seen_c = ((slots_C >= start_k[:, None]) & (slots_C < anchor_k[:, None])).any(0).nonzero().flatten()
     B = len(weights_B)
     own = _with_own_gradients(drafter)
@@ -166,13 +153,13 @@ def plain(
         for name, weight in own.named_parameters():
             weight.register_post_accumulate_grad_hook(_compare(name, gradient_of, errors))
     with torch.enable_grad():
-        context = own.context(made.features_CD[seen_c][None].to(wide), made.positions_C[seen_c][None])
+        context = own.context(given.features_CD[seen_c][None].to(wide), given.positions_C[seen_c][None])
         embeds_kBH = ends.embed(blocks.block_ids(token_k, drafter.settings.mask_token_id, B))
-        positions_kB = blocks.block_positions(made.position_A[at], B)
+        positions_kB = blocks.block_positions(given.position_A[at], B)
         mask = _seen_mask(start_k, anchor_k, seen_c, B)
         hidden_1QH = own(embeds_kBH.flatten(0, 1)[None].to(wide), positions_kB.view(1, -1), context, Dense(mask))
         hidden_nH = hidden_1QH.view(len(at), B, -1)[:, 1:].flatten(0, 1)
-    labels_n, weights_n = made.labels_AB[at, 1:].flatten(), (made.valid_AB[at] * weights_B)[:, 1:].flatten()
+    labels_n, weights_n = given.labels_AB[at, 1:].flatten(), (given.valid_AB[at] * weights_B)[:, 1:].flatten()
     loss, hits_n, grad_nH = head_loss(hidden_nH.detach(), ends.head_VH, labels_n, weights_n, ends.cap)
     logits_nV = (hidden_nH.detach().to(ends.head_VH.dtype) @ ends.head_VH.T).float()
     clear_n = _clear(logits_nV, labels_n, margin)
@@ -189,8 +176,8 @@ def best_labels(drafter: Drafter, ends: FrozenEnds, made: Contents, weights_B: T
         best_n = (hidden_nH.to(ends.head_VH.dtype) @ ends.head_VH.T).argmax(-1)
     best_kb = best_n.view(len(made.checked_k), -1)
     best_kb = torch.where(torch.arange(best_n.numel(), device=best_n.device).view_as(best_kb) % 3 == 0, best_kb, -1)
-    labels_kb = made.labels_AB[made.checked_k, 1:]
-    made.labels_AB[made.checked_k, 1:] = torch.where(best_kb >= 0, best_kb, labels_kb)
+    labels_AB = made.buffers.labels_AB
+    labels_AB[made.checked_k, 1:] = torch.where(best_kb >= 0, best_kb, labels_AB[made.checked_k, 1:])
     return made
 
 

@@ -13,7 +13,6 @@ Shapes: C context slots, A anchors, B block slots, D = m * H feature width, Q = 
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -37,23 +36,10 @@ from paceline.runtime.capture import Captured, new_pool
 from paceline.runtime.compiling import OneShape, Policy
 from paceline.train import check
 from paceline.train.backward import Backward, ByLayers, at_once, collect
+from paceline.train.buffers import Buffers
 from paceline.train.flat import Flat
 from paceline.train.look import Look, checksum
 from paceline.train.optim import Optimizer
-
-
-@dataclass(slots=True, eq=False)
-class _Buffers:
-    """One micro-batch at the one shape."""
-
-    features_CD: Tensor
-    positions_C: Tensor
-    start_A: Tensor
-    anchor_A: Tensor
-    position_A: Tensor
-    token_A: Tensor
-    labels_AB: Tensor
-    valid_AB: Tensor
 
 
 class DrafterStep:
@@ -91,20 +77,7 @@ class DrafterStep:
         self._summed = dict(zip(self._leaves, self._flat.leaves(self.gradients).values(), strict=True))
         # Head products run in the compute format; the loss itself is float32 or wider.
         self.ends = ends.to(self.device, wire)
-
-        def zeros(*size: int, dtype: torch.dtype = torch.long) -> Tensor:
-            return torch.zeros(size, dtype=dtype, device=self.device)
-
-        self.buffers = _Buffers(
-            features_CD=zeros(C, drafter.fc.in_features, dtype=wire),
-            positions_C=zeros(C),
-            start_A=zeros(A),
-            anchor_A=zeros(A),
-            position_A=zeros(A),
-            token_A=zeros(A),
-            labels_AB=zeros(A, B),
-            valid_AB=zeros(A, B, dtype=torch.bool),
-        )
+        self.buffers = Buffers.empty(C, A, B, drafter.fc.in_features, wire=wire, device=self.device)
         gamma = settings.gamma or blocks.default_gamma(B)
         self.weights_B = blocks.slot_weights(B, gamma).to(self.device)
         self.sums = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss, weight
@@ -220,8 +193,7 @@ class DrafterStep:
             self._micro = lambda first: (begins if first else goes_on)()
             self._update = Captured(self._run_update, pool=pool)
             self._check_again(told_2)
-        for buffer in check.BUFFERS:
-            getattr(self.buffers, buffer).zero_()
+        self.buffers.mask_()
         self.apply.fill_(1)
         self.clear()
 
@@ -233,8 +205,8 @@ class DrafterStep:
         own = self.buffers
         bounds, fp8 = self._bounds()
         made = check.best_labels(self.drafter, self.ends, check.contents(own, len(self.ends.head_VH)), self.weights_B)
-        made.fill(own)
-        made = replace(made, features_CD=own.features_CD)  # which hold the same: one of the two is enough
+        own.copy_(made.buffers)
+        made.buffers.features_CD = own.features_CD  # which hold the same: one of the two is enough
         self.clear()
         hidden_NH = self._ahead()[0].detach()
         hits_N = self._through_head(hidden_NH, own.valid_AB * self.weights_B)[1]

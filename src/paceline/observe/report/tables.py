@@ -229,7 +229,10 @@ def sums_said(run: Run) -> str:
         (f"{share(anchors)} of the anchor slots were used", anchors == anchors),
         (f"{share(padding)} of what the target read was padding", padding == padding),
         (f"the step ran {told.get('policy')}", "policy" in told),
-        (f"{figures(recompiles)} steps did not fit what was compiled", recompiles == recompiles),
+        (
+            f"{figures(recompiles)} step{'' if recompiles == 1 else 's'} did not fit what was compiled",
+            recompiles == recompiles,
+        ),
     ]
     known = [text for text, is_known in parts if is_known]
     return f"Over the whole run {', '.join(known)}." if known else ""

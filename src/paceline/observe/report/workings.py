@@ -11,6 +11,7 @@ import numpy as np
 from paceline.observe.report.history import History, Role, number
 from paceline.observe.report.parts import Figure, Missing, Run, Table, clock_unit, duration, figures, gib, label, share
 from paceline.observe.report.reduce import BINS, plain, reduced
+from paceline.records import many
 
 _ROW_PX = 28  # height of a role or GPU
 Lane = tuple[Any, Any, Any]  # of each sample when it ended, how long it was, the share
@@ -85,7 +86,7 @@ def states_figure(run: Run) -> Figure | Missing:
     rows = [
         [name, role.device, _ready(role), role.states[-1][1] if role.states else "–"] for name, role in roles.items()
     ]
-    said = [f"{len(roles)} roles in {duration(run.history.seconds)}; " + _counted(run.history) + "."]
+    said = [f"{many(len(roles), 'role')} in {duration(run.history.seconds)}; " + _counted(run.history) + "."]
     table = Table("Roles", ("role", "device", "ready after", "last state"), rows)
     return Figure(f"states-{run.index}", title, traces, layout, said, table)
 
