@@ -142,7 +142,7 @@ def bench_pipeline(
     policy: Annotated[Policy | None, typer.Option(help="How the step runs. Default: captured, on a CPU eager.")] = None,
     dtype: Annotated[Number | None, typer.Option(help="Default: float32 on a CPU, bfloat16 on a GPU.")] = None,
     steps: Annotated[int, typer.Option(min=8, help="Steps that are timed, behind warm-up.")] = 24,
-    fp8: Annotated[bool, typer.Option("--fp8", help="The target's products in fp8, as target.fp8.")] = False,
+    fp8: Annotated[bool, typer.Option("--fp8", help="Products of both in fp8, as target.fp8 and train.fp8.")] = False,
     stand_ins: Annotated[
         bool, typer.Option("--stand-ins", help="Roles that sleep in place of target and step: the pipeline alone.")
     ] = False,
@@ -167,6 +167,12 @@ def bench_pipeline(
         raise UserError(
             f"--policy captured needs GPUs for drafters (--drafters), got {', '.join(there)}. Leave it out, or ask for "
             "compiled or eager."
+        )
+    if fp8 and (not gpu or dtype == "float32" or policy == "eager"):
+        named = ", ".join(dict.fromkeys(devices))
+        raise UserError(
+            f"--fp8 takes GPUs, --dtype bfloat16 and --policy compiled or captured, got {named}, "
+            f"{dtype or 'bfloat16'} and {policy or 'captured'}. Change them, or leave it out."
         )
     work = PipelineWork(
         name=shape or ("qwen3-8b" if gpu else "tiny"),

@@ -88,5 +88,6 @@ def test_a_captured_step_learns_as_in_bfloat16() -> None:
     plain, eight = losses("captured", "off"), losses("captured", "on")
     assert eight[0] == pytest.approx(plain[0], rel=5e-3)
     assert plain[-1] < 0.8 * plain[0], "nothing was learnt: the comparison says nothing"
-    assert sum(eight[-6:]) == pytest.approx(sum(plain[-6:]), rel=0.05)
+    learnt = [6 * found[0] - sum(found[-6:]) for found in (eight, plain)]
+    assert learnt[0] == pytest.approx(learnt[1], rel=0.1)  # 0.035 was seen
     assert eight != plain

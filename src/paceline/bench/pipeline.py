@@ -50,7 +50,7 @@ class PipelineWork:
     dtype: str
     policy: Policy
     steps: int  # that are timed
-    fp8: bool
+    fp8: bool  # of target and drafter both
 
     @property
     def target(self) -> TargetShape:
@@ -102,11 +102,12 @@ class Whole:
 
 def run_settings(work: PipelineWork, run: Path) -> RunSettings:
     """Return the settings of the whole run. Nothing is saved: no step is the one for that."""
-    train = {**work.shape.train_settings(work.dtype).model_dump(), "lr": RATE, "policy": work.policy}
+    fp8 = "on" if work.fp8 else "off"
+    train = {**work.shape.train_settings(work.dtype).model_dump(), "lr": RATE, "policy": work.policy, "fp8": fp8}
     return RunSettings.model_validate(
         {
             "run_dir": str(run),
-            "target": {"model": work.target.name, "dtype": work.dtype, "fp8": "on" if work.fp8 else "off"},
+            "target": {"model": work.target.name, "dtype": work.dtype, "fp8": fp8},
             "drafter": work.shape.drafter.model_dump(),
             "data": {"dataset": "bench"},
             "train": train,

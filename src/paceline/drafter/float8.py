@@ -125,7 +125,8 @@ def _product(a_RI: Tensor, a_R1: Tensor, b_CI: Tensor, b_C1: Tensor, dtype: torc
         # own error, and unlike in the head's loss no entry of a sum is much larger than the others together.
         use_fast_accum=True,
     )
-    return made_RC.to(dtype)
+    # Not `to` alone: torch 2.11 loses a compiled autograd.Function's gradient if its result's `to` changed nothing.
+    return made_RC if dtype == made_RC.dtype else made_RC.to(dtype)
 
 
 # Any layout is taken, so that the compiler hands over what a product reads and does not write another one like it.

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from paceline.config import DrafterSettings
 from paceline.drafter.attention import Visibility, attend
@@ -186,7 +187,9 @@ class Joined(nn.Module):
     def _mlp(self, layer: JoinedLayer, x_QH: Tensor) -> Tensor:
         normed_QH = self._normed(x_QH, layer.post_attention_layernorm)
         gate, up = self.halves(normed_QH, layer.gate_up_proj)
-        return self.product(F.silu(gate) * up, layer.down_proj)
+        # Not kept for backward, where gate and up, which are, give it again for the price of writing it.
+        gated = checkpoint(_gated, gate, up, use_reentrant=False, preserve_rng_state=False)
+        return self.product(gated, layer.down_proj)
 
     def _heads(self, rows: Tensor) -> Tensor:
         return rows.unflatten(-1, (-1, self.settings.head_dim))
@@ -195,6 +198,10 @@ class Joined(nn.Module):
         """Normalise in the weight's precision and come back to x's."""
         wide = x.to(weight.dtype)
         return F.rms_norm(wide, weight.shape, weight, self.settings.rms_norm_eps).to(x.dtype)
+
+
+def _gated(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
 
 
 def _turned(x_KNE: Tensor, cos_K1E: Tensor, sin_K1E: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ to nothing here: nearly everything feeds a matrix product or attention in backwa
 - of a block slot: q before (N E) and after its norm and rotation (N E) and the attention's output (N E); in float32 an
   rms for each head of q and the attention's logsumexp (2 N);
 - of a block slot behind attention: what the residual stream holds before and behind the MLP and the MLP's normed input
-  (3 H), gate, up and their product (3 F); in float32 an rms for both norms (2).
+  (3 H), gate and up (2 F), which give their product again in backward; in float32 an rms for both norms (2).
 In the first layer the products' rows and results are there once for each distinct input (U) instead of for each block
 slot, and v as attention reads it (M E) beside them. Behind the last attention only slots that have a loss are left, and
 the attention's output is there once more, without the others.
@@ -128,12 +128,12 @@ def layer_kept(rows: Rows, at: int) -> int:
     keys, K = rows.C + inputs, rows.C + rows.Q
     kept = wire * (keys * (H + 2 * M * E) + inputs * N * E) + 4 * (keys * M + inputs * N)
     kept += wire * (2 * rows.Q * N * E + K * M * E) + 4 * rows.Q * N
-    kept += behind * (wire * 3 * (H + F) + 4 * 2)
+    kept += behind * (wire * (3 * H + 2 * F) + 4 * 2)
     kept += wire * K * M * E if at == 0 else 0
     kept += wire * rows.N * N * E if at == rows.last else 0
-    if rows.train.fp8 == "on":  # a byte, and less than two where there were two
-        kept += inputs * H + behind * N * E  # of q and of o_proj, whose inputs are there anyway
-        kept += 4 * (keys + inputs + 3 * behind) - keys * H - behind * (H + F)
+    if rows.train.fp8 == "on":  # a byte, also where it was nothing or two
+        kept += inputs * H + behind * (N * E + F)  # of q and o_proj, whose inputs are there anyway, and of down_proj
+        kept += 4 * (keys + inputs + 3 * behind) - keys * H - behind * H
         kept += _bytes8(layer_matrices(drafter, H)) - (2 * rows.N * N * E if at == rows.last else 0)
     return kept
 
