@@ -68,6 +68,22 @@ def test_a_copy_in_several_pieces_is_the_same_file(tmp_path: Path, monkeypatch: 
     assert pieces.nbytes == (tmp_path / "pieces").stat().st_size
 
 
+def test_codes_of_a_byte_come_back_beside_floats_which_are_aligned(tmp_path: Path) -> None:
+    draw = torch.Generator().manual_seed(0)
+    codes = {name: torch.randint(256, (5, 7), generator=draw, dtype=torch.uint8) for name in ("a", "c")}
+    group = {**codes, "b": torch.randn(3, generator=draw), "d": torch.tensor(2.0)}
+    copy = HostCopy(group)
+    copy.take(group)
+    copy.write(tmp_path / "mixed")
+    found = load_file(tmp_path / "mixed")
+    assert found.keys() == group.keys()
+    assert all(torch.equal(found[name], group[name]) and found[name].dtype == group[name].dtype for name in group)
+    text = (tmp_path / "mixed").read_bytes()
+    size = int.from_bytes(text[:8], "little")
+    header = json.loads(text[8 : 8 + size])
+    assert [(8 + size + header[name]["data_offsets"][0]) % 4 for name in ("b", "d")] == [0, 0]
+
+
 def test_nothing_is_pickled(run: Path) -> None:
     for path in (run / "checkpoints" / "step-00000006").iterdir():
         assert path.name in FILES

@@ -130,6 +130,17 @@ def test_the_largest_settings_are_planned(run_yaml: Path, layout: str) -> None:
 # --- memory
 
 
+def test_moments_in_host_memory_are_told_beside_the_device(
+    run_yaml: Path, tiny_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = [f"target.model={tiny_folder}", "train.moments=8bit", "train.offload=moments", "train.recompute=layers"]
+    report = plan_epoch(run_yaml, changes, seed=None, console=Console(json=False))
+    told = capsys.readouterr().out
+    assert "chunks of moments" in told
+    assert "GiB of page-locked host memory for its moments (train.offload)" in told
+    assert report["memory"]["host"] > 0
+
+
 @pytest.mark.parametrize("name", ["tiny", "tied"])
 def test_memory_is_told_for_the_targets_own_sizes(
     run_yaml: Path,

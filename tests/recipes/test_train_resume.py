@@ -94,6 +94,7 @@ FREE: dict[str, Any] = {
     "three replicas": {"pipeline": {"targets": ["cpu"] * 3, "credit_gib": 1e-6}},
     "a cache": {"pipeline": {"feature_cache": "memory"}},
     "other saves": {"checkpoint": {"every_steps": None, "keep": 1, "grace_s": 1}},
+    "layers again": {"train": {"recompute": "layers"}},
     "other telling": {"train": {"log_every": 3}, "data": {"prefetch": 1}},
 }
 
@@ -130,6 +131,7 @@ def test_another_number_of_drafter_ranks_keeps_the_batch(settings: Any, stopped:
         ({"data": {"layout": "bucketed"}}, r"data\.layout was 'trimmed' and is 'bucketed'"),
         ({"target": {"dtype": "bfloat16"}}, r"target\.dtype was 'float32' and is 'bfloat16'"),
         ({"target": {"features": "fp8"}}, r"target\.features was 'as_trained' and is 'fp8'"),
+        ({"train": {"moments": "8bit"}}, r"train\.moments was 'float32' and is '8bit'\. Put that back"),
         ({"train": {"max_steps": 6}}, r"train\.max_steps was 12 and is 6"),
     ],
 )

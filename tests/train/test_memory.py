@@ -186,7 +186,7 @@ def test_activations_by_layers_are_what_each_compiled_layer_keeps(
 
     def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         backend = "aot_eager_decomp_partition"
-        run = torch.compile(function, backend=backend, fullgraph=True, dynamic=False, recompile_limit=64)
+        run = torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
 
         def call(*given: Any) -> Tensor:
             kept.clear()
@@ -197,6 +197,7 @@ def test_activations_by_layers_are_what_each_compiled_layer_keeps(
 
         return call
 
+    torch._dynamo.reset()  # what others have compiled counts for the limit of what checks of shapes wrap
     step._by_layers = ByLayers(step._working, (96, 4), compiled)
     buffers = [getattr(step.buffers, field.name) for field in dataclasses.fields(step.buffers)]
     turns = step._turns()
@@ -344,7 +345,7 @@ def advise(train: TrainSettings, room: float, *, policy: Policy = "captured") ->
     )
 
 
-def needs(train: TrainSettings, **changes: int) -> int:
+def needs(train: TrainSettings, **changes: int | str) -> int:
     shape = SHAPES["qwen3-8b"]
     changed = train.model_copy(update=changes)
     sizes = {"hidden_size": shape.hidden_size, "vocab_size": shape.vocab_size, "tied": False}
@@ -412,6 +413,34 @@ def test_sizes_that_are_advised_fit_and_the_next_larger_ones_do_not(
         assert got == alone
         assert "together" not in said
     assert ("anchors_per_sample too" in said) == (got.get("anchor_slots", 512) < 512)
+
+
+@pytest.mark.parametrize(
+    ("room", "changes", "settings"),
+    [
+        (35.0, {}, "train.recompute to layers"),
+        (28.0, {}, "train.recompute to layers and train.moments to 8bit"),
+        (28.0, {"recompute": "layers"}, "train.moments to 8bit"),
+        (23.0, {}, "train.recompute to layers and train.moments to 8bit and train.offload to moments"),
+        (30.0, {"optimizer": "muon"}, "train.recompute to layers"),
+        (24.0, {"optimizer": "muon"}, None),
+        (12.0, {}, None),
+    ],
+)
+def test_settings_for_small_cards_are_named_where_they_are_enough(
+    room: float, changes: dict[str, str], settings: str | None
+) -> None:
+    train = SHAPES["qwen3-8b"].train_settings("bfloat16").model_copy(update=changes)
+    said = advise(train, room)
+    if settings is None:
+        assert "Or set" not in said
+        return
+    sets = dict(part.split(" to ") for part in settings.replace("train.", "").split(" and "))
+    total = needs(train, **sets)
+    assert said.endswith(f" Or set {settings}, with which it needs about {total / GIB:.1f} GiB.")
+    assert total <= 0.92 * room * GIB
+    *fewer, _ = sets.items()
+    assert needs(train, **dict(fewer)) > 0.92 * room * GIB
 
 
 def test_advice_names_what_is_needed_and_what_is_there() -> None:

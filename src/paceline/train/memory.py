@@ -160,7 +160,7 @@ def advice(
     by the estimate when compiled or captured.
     """
 
-    def memory(**changes: int) -> StepMemory:
+    def memory(**changes: int | str) -> StepMemory:
         changed = train.model_copy(update=changes)
         return step_memory(drafter, changed, hidden_size=hidden_size, vocab_size=vocab_size, tied=tied)
 
@@ -188,12 +188,14 @@ def advice(
         # What ran out although it should fit must become smaller all the same.
         goal = min(usable, int(0.9 * now.total))
     options = _options(drafter, train, lambda **changes: memory(**changes).total, goal)
+    small = _small_card(train, lambda **changes: memory(**changes).total, goal)
     if options:
-        return f"{said}. {lower} {options}."
+        return f"{said}. {lower} {options}.{small}"
     least = memory(anchor_slots=anchor_unit(drafter), context_slots=TILE, logits_mib=1).total
     return (
         f"{said}. The smallest micro-batch there is needs {gib(least)}, nearly all of it for weights, gradients, "
         f"moments, embedding and head. {lower} drafter.layers, or use a device with more memory in pipeline.drafters."
+        f"{small}"
     )
 
 
@@ -230,6 +232,19 @@ def _together(train: TrainSettings, unit: int, needs: Callable[..., int], goal: 
         f"together train.anchor_slots from {A:,} to {anchors:,}{_with_anchors(train, anchors)} and "
         f"train.context_slots from {C:,} to {context_for(anchors):,}, which no sample may exceed"
     )
+
+
+def _small_card(train: TrainSettings, needs: Callable[..., int], goal: int) -> str:
+    """Return in words the fewest of the settings for small cards that bring the step to `goal` bytes, if any do."""
+    changes: dict[str, str] = {}
+    for key, value in (("recompute", "layers"), ("moments", "8bit"), ("offload", "moments")):
+        if getattr(train, key) == value or (train.optimizer == "muon" and key != "recompute"):
+            continue
+        changes[key] = value
+        if (total := needs(**changes)) <= goal:
+            sets = " and ".join(f"train.{key} to {value}" for key, value in changes.items())
+            return f" Or set {sets}, with which it needs about {gib(total)}."
+    return ""
 
 
 def anchor_unit(drafter: DrafterSettings) -> int:

@@ -100,9 +100,8 @@ class Optimizer:
         self._regions = [_Region(S, P, 0.0, Moments(flat.weights_P[S:], "float32", offload=False), plain)]
         if self.muon is None:
             moments = Moments(flat.weights_P[:S], settings.moments, offload=settings.offload == "moments")
-            run, more = plain, ()
-            if settings.moments == "8bit":
-                run, more = called(adamw_pass_8bit), (maps(device),)
+            eight = settings.moments == "8bit"
+            run, more = (called(adamw_pass_8bit), (maps(device),)) if eight else (plain, ())
             self._regions.insert(0, _Region(0, S, settings.weight_decay, moments, run, more))
         self._in_passes = one_pass or special
         self._fill_torchs_own()
@@ -231,9 +230,9 @@ def adamw_pass_8bit(
     A weight is updated by its moments as they are before they are stored.
     """
     wide = torch.promote_types(weights_P.dtype, torch.float32)
-    old = [plain(moments[at], moments[at + 1], maps[at]).to(wide) for at in (0, 2)]
-    apply, *new = _updated(weights_P, gradients_P, *old, copy_P, scalars, betas)
-    for at, moment in zip((0, 2), new, strict=True):
+    old_mean, old_square = (plain(moments[at], moments[at + 1], maps[at]).to(wide) for at in (0, 2))
+    apply, mean, square = _updated(weights_P, gradients_P, old_mean, old_square, copy_P, scalars, betas)
+    for at, moment in ((0, mean), (2, square)):
         codes_P, scales_R = quantized(moment.float(), maps[at + 1])
         moments[at].copy_(torch.where(apply, codes_P, moments[at]))
         moments[at + 1].copy_(torch.where(apply, scales_R, moments[at + 1]))
