@@ -13,7 +13,6 @@ from paceline.drafter.attention import Dense
 from paceline.drafter.ends import FrozenEnds
 from paceline.drafter.model import Drafter
 from paceline.records import RunError
-from paceline.runtime.compiling import forbid_recompiles
 from paceline.train import check
 from paceline.train import step as step_module
 from paceline.train.step import DrafterStep
@@ -67,28 +66,6 @@ def test_contents_go_into_the_tensors_that_a_step_has() -> None:
     step.buffers.mask_()
     assert_empty(step)
     assert [tensor.data_ptr() for tensor in step.buffers.tensors()] == addresses  # graphs read from there
-
-
-@pytest.mark.usefixtures("traceable")
-def test_a_compiled_step_is_checked_as_it_is_warmed_up_and_compiles_nothing_for_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    seen: list[dict[str, tuple[float, float]]] = []
-    hold = check.hold
-    monkeypatch.setattr(check, "hold", lambda found, **rest: (seen.append(dict(found)), hold(found, **rest)))
-    monkeypatch.setitem(globals(), "SHAPE", SHAPE.model_copy(update={"layers": 1}))  # less to compile
-    step = make("bfloat16", "compiled")
-    step.warm()
-    assert len(seen) == 1
-    assert_empty(step)
-    with forbid_recompiles():
-        step._check()
-    assert step.recompiles == 0
-    assert len(seen) == 2
-    assert all(error <= bound / 2 for error, bound in seen[0].values())
-    step._forward = lambda *args: DrafterStep._hidden(step, *args) * 1.2
-    with pytest.raises(RunError, match=r"on cpu .* differs by .* Set train\.policy to eager\."):
-        step.warm()
 
 
 @pytest.fixture

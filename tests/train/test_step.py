@@ -21,10 +21,11 @@ from paceline.drafter.ends import FrozenEnds
 from paceline.drafter.joined import leaf_names
 from paceline.drafter.model import Drafter
 from paceline.drafter.packed import pack, unpack
-from paceline.records import FeatureBatch, Rejection, StepReport, TokenBatch
+from paceline.records import FeatureBatch, Rejection, RunError, StepReport, TokenBatch
 from paceline.runtime.compiling import forbid_recompiles
 from paceline.target.load import TargetFacts, load_ends
 from paceline.target.model import FeatureTarget
+from paceline.train import check
 from paceline.train.loop import alone, train_loop
 from paceline.train.optim import learning_rate
 from paceline.train.step import DrafterStep, Look, checksum
@@ -418,16 +419,25 @@ def test_the_checksum_is_exact_in_any_order_and_tells_one_bit(dtype: torch.dtype
 
 @pytest.mark.usefixtures("traceable")
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
-def test_compiled_equals_eager(tiny, shape, dataset, target, dtype: str) -> None:
-    """Same losses and weights over some steps, and nothing is compiled again for another micro-batch."""
+def test_compiled_equals_eager(tiny, shape, dataset, target, monkeypatch, dtype: str) -> None:
+    """Same losses and weights over some steps, and nothing is compiled again for another micro-batch.
+
+    What was compiled is checked as it is warmed up, which compiles nothing more and refuses what is wrong: here too,
+    since compiling takes most of the time.
+    """
     settings = SETTINGS.model_copy(
         update={"dtype": dtype, "batches_per_step": 3, "epochs": 2, "context_slots": 60, "anchor_slots": 12}
     )
     ends = load_ends(tiny)
+    shape = shape.model_copy(update={"layers": 2 if dtype == "float32" else 1})  # the fewer, the less to compile
+    checked: list[dict[str, tuple[float, float]]] = []
+    hold = check.hold
+    monkeypatch.setattr(check, "hold", lambda found, **rest: (checked.append(dict(found)), hold(found, **rest)))
 
-    def train(policy: str) -> tuple[list[StepReport], list[torch.Tensor], int]:
+    def train(policy: str) -> tuple[DrafterStep, list[StepReport]]:
         step = DrafterStep(Drafter(shape, tiny.hidden_size).initialise(0), ends, settings, policy=policy)
         step.warm()
+        assert not any(bool(tensor.any()) for tensor in (*step.buffers.tensors(), *step.shared()))
         reports: list[StepReport] = []
         batches = (
             features_of(target, tokens)
@@ -435,17 +445,24 @@ def test_compiled_equals_eager(tiny, shape, dataset, target, dtype: str) -> None
         )
         with forbid_recompiles() if policy == "compiled" else nullcontext():
             train_loop(step, alone(batches), total_steps=50, on_step=reports.append)
-        return reports, list(step.drafter.parameters()), step.recompiles
+        return step, reports
 
-    eager, weights, _ = train("eager")
-    compiled, other, recompiles = train("compiled")
-    assert recompiles == 0
+    plain, eager = train("eager")
+    step, compiled = train("compiled")
     tolerance = 1e-4 if dtype == "float32" else 3e-2
     assert [r.loss for r in compiled] == pytest.approx([r.loss for r in eager], rel=tolerance)
     assert len(compiled) > 3
     if dtype == "float32":  # AdamW makes a whole step of a gradient's rounding where it is near zero
-        for ours, theirs in zip(other, weights, strict=True):
+        for ours, theirs in zip(step.drafter.parameters(), plain.drafter.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-2 * settings.lr)
+    assert len(checked) == 1
+    assert all(error <= bound / 2 for error, bound in checked[0].values())
+    with forbid_recompiles():
+        step._check()
+    assert step.recompiles == 0
+    step._forward = lambda *args: DrafterStep._hidden(step, *args) * 1.2
+    with pytest.raises(RunError, match=r"on cpu .* differs by .* Set train\.policy to eager\."):
+        step.warm()
 
 
 def test_weights_and_moments_are_float32_beside_bfloat16_products(tiny, shape) -> None:

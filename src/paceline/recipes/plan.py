@@ -158,9 +158,8 @@ def print_buckets(buckets: BucketTable, console: Console) -> None:
 
 
 def _print_losses(lost: dict[str, int | float], share: Coverage, train: TrainSettings, console: Console) -> None:
-    console.line(
-        f"  truncation: {many(lost['rows'], 'row')} cut, {lost['tokens']:,} tokens lost ({lost['token_share']:.1%})"
-    )
+    cut = many(int(lost["rows"]), "row")
+    console.line(f"  truncation: {cut} cut, {lost['tokens']:,} tokens lost ({lost['token_share']:.1%})")
     console.line(f"  supervised tokens lost: {lost['supervised']:,} ({lost['supervised_share']:.1%})")
     console.line(
         f"  anchors: an epoch draws {share.epoch_share:.1%} of {share.candidates:,} candidates, "
