@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from paceline.records import PacelineError
+
 GRACE_S = 10.0  # from the end of a part's limit to SIGKILL; meanwhile it writes what it has found
 
 LEAST_S = 5.0  # a part with less time than this is not begun
@@ -103,6 +105,9 @@ def _child(part: Part, asked: argparse.Namespace) -> int:
     found = Found()
     try:
         part.body(asked, found)
+    except PacelineError as error:
+        print(error, file=sys.stderr)
+        return 1
     finally:
         _write(asked.out / f"{asked.child}.json", asdict(found))
     return 0

@@ -50,7 +50,7 @@ from paceline.recipes.bench_pipeline import sides_and_whole
 BATCHES = 2  # micro-batches of a step in all layouts, so their losses are those of the same steps
 PROFILED = (2, 5)  # behind which steps the profiler starts and ends
 FEW, MANY = 16, 94  # steps that are timed; with two of warm-up and slots to fill, MANY are more than 100 in all
-BF16_NOISE, SUM_NOISE = 1e-2, 5e-3  # relative, of a loss: features on another GPU; gradients summed in another order
+BF16_NOISE, SUM_NOISE = 2e-3, 1e-3  # relative, of a loss: features on another GPU; gradients summed in another order
 HOST_SHARE = 0.01  # of the features' bytes, that may cross between host and GPUs: ids, positions, reports
 ENDS_S = 15.0  # from a rank's error to the end of the run: the grace of roles, and what is saved
 

@@ -9,10 +9,12 @@ from typer.testing import CliRunner
 
 from paceline.bench.pipeline import PipelineWork, Whole, micro_batches, pipeline_rows, role_shares, stream
 from paceline.cli import app
+from paceline.observe.console import Console
+from paceline.recipes.bench_pipeline import run_whole
 
 TINY = PipelineWork("tiny", ("cpu",), ("cpu",), "float32", "eager", 8, False)
 DOCUMENTED = "who part shape targets drafters samples_per_s tokens_per_s blocks_per_s useful_tflop tflops peak_share "
-DOCUMENTED += "matrix_peak_tflops dtype fp8 policy counted"
+DOCUMENTED += "matrix_peak_tflops dtype fp8 policy batches_per_step counted"
 OF_THE_WHOLE = "gpus peak_gib reserved_growth_gib of share_of_bound roles target_paths recompiles "
 OF_THE_WHOLE += "peer peer_samples_per_s ratio_to_published_peer"
 
@@ -70,6 +72,30 @@ def test_a_step_has_a_micro_batch_for_every_rank() -> None:
     assert [batch.step for batch in made] == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3
     assert [batch.closes_step for batch in made] == [False, False, True] * 4
     assert {batch.lengths for batch in made} == {(128, 128)}
+
+
+def test_a_step_may_have_more_micro_batches_than_ranks() -> None:
+    work = replace(TINY, targets=("meta", "meta"), drafters=("cpu", "cpu"), batches_per_step=5)
+    assert (work.step_batches, work.rank_batches) == (5, 3)
+    batches = micro_batches(work)
+    made = list(stream(work, batches, 2))
+    assert [batch.step for batch in made] == [0] * 5 + [1] * 5
+    assert [batch.seq for batch in made if batch.closes_step] == [4, 9]
+    stamps = [0.1 * at for at in range(12)]
+    rows = pipeline_rows(work, batches, 0.004, 0.010, Whole(stamps, reserved=[0] * len(stamps)), warm=2)
+    assert rows[-1]["samples_per_s"] == pytest.approx(5 * 2 / 0.1)
+    assert rows[-1]["batches_per_step"] == 5
+
+
+def test_a_run_with_several_micro_batches_a_step_is_as_long_as_it_should_be() -> None:
+    work = replace(TINY, batches_per_step=2)
+    batches, seen = micro_batches(work), []
+    whole, warm = run_whole(work, batches, Console(json=True), more_warm_up=1, on_step=seen.append)
+    ahead = warm - 3  # slots hold as many micro-batches ahead, two of which are a step
+    assert ahead == 8
+    assert len(whole.losses) == len(whole.stamps) == warm + work.steps + ahead
+    assert seen == list(range(1, len(whole.losses) + 1))
+    assert len(whole.drafters) == 1
 
 
 def test_shares_are_means_over_the_time_that_is_measured() -> None:
