@@ -25,7 +25,7 @@ import torch
 
 from paceline.bench.features import feature_batches
 from paceline.bench.shapes import SHAPES, Shape
-from paceline.bench.timing import gib, round_times, step_figures
+from paceline.bench.timing import gib, round_times
 from paceline.bench.weights import random_drafter, random_ends
 from paceline.bench.work import RATE
 from paceline.config import RunSettings
@@ -106,7 +106,7 @@ def trained(fit: Fit, shape: Shape, steps: int, device: torch.device) -> dict[st
     step.warm()
     warm_s = time.perf_counter() - began
     rehearsed, before = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
-    batches = in_slots(step, run, smaller)
+    slots, batches = in_slots(step, run, smaller)  # held, those that stay empty too
     peak = rehearsed + torch.cuda.memory_allocated(device) - before
 
     def one(at: int) -> None:
@@ -118,14 +118,16 @@ def trained(fit: Fit, shape: Shape, steps: int, device: torch.device) -> dict[st
     one(0)
     with forbid_recompiles(), quick_handovers():
         times, count = round_times(one, len(batches), steps, device)
-    figures = step_figures(smaller, batches, statistics.median(times), device)
-    kept = {key: figures[key] for key in ("step_ms", "blocks_per_s", "tokens_per_s", "peak_share")}
+    seconds = statistics.median(times)
+    blocks = statistics.mean(len(batch.tokens.blocks.anchor_K) for batch in batches)
+    rate = {"step_ms": round(1e3 * seconds, 3), "blocks_per_s": round(blocks / seconds, 1)}
     peak = max(peak, torch.cuda.max_memory_allocated(device))
-    return {"peak_gib": gib(peak), **kept, "steps": count, "warm_s": round(warm_s, 1), "recompiles": step.recompiles}
+    del slots
+    return {"peak_gib": gib(peak), **rate, "steps": count, "warm_s": round(warm_s, 1), "recompiles": step.recompiles}
 
 
-def in_slots(step: DrafterStep, run: RunSettings, shape: Shape) -> list[FeatureBatch]:
-    """Return micro-batches whose features lie in the slots that a run would have, as it would hand them over."""
+def in_slots(step: DrafterStep, run: RunSettings, shape: Shape) -> tuple[Slots, list[FeatureBatch]]:
+    """Return the slots of a run, and micro-batches whose features lie in them as the run would hand them over."""
     slots = Slots(int(run.pipeline.credit_gib * 2**30), replicas=written_at_once(run), ranks=1)
     slots.make(0, handed_like(step.buffers.features_CD, run))
     landed = []
@@ -144,7 +146,7 @@ def in_slots(step: DrafterStep, run: RunSettings, shape: Shape) -> list[FeatureB
         pinned = {field.name: getattr(blocks, field.name).pin_memory() for field in dataclasses.fields(blocks)}
         tokens = dataclasses.replace(batch.tokens, blocks=type(blocks)(**pinned))
         landed.append(FeatureBatch(tokens, room_TD, batch.positions_T))
-    return landed
+    return slots, landed
 
 
 def run_case(case: str, asked: argparse.Namespace) -> int:

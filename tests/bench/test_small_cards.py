@@ -44,7 +44,8 @@ def test_features_lie_in_the_slots_of_a_run(script: ModuleType, features: str, m
     run = run.model_copy(update={"target": run.target.model_copy(update={"features": features})})
     ends = random_ends(shape, device, torch.bfloat16)
     step = DrafterStep(random_drafter(shape, device), ends, run.train)
-    batches = script.in_slots(step, run, shape)
+    slots, batches = script.in_slots(step, run, shape)
+    assert sum(map(len, slots._free)) + len(batches) > 2
     assert len(batches) > 1
     assert {batch.features_TD.dtype for batch in batches} == {torch.uint8 if features == "fp8" else torch.bfloat16}
     for batch in batches:
