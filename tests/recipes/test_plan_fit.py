@@ -5,6 +5,7 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,7 @@ GRID: list[list[dict[str, Any]]] = [
 def everything() -> list[tuple[tuple[int, ...], RunSettings, int]]:
     """Every combination: its cost, dearest part first, its settings, and what the fullest device needs."""
     found = []
+    step = cache(lambda train: step_memory(QWEN.drafter, train, **SIZES).total)
     for places in product(*(range(len(choices)) for choices in GRID)):
         tree = tree_of()
         for choices, place in zip(GRID, places, strict=True):
@@ -90,7 +92,7 @@ def everything() -> list[tuple[tuple[int, ...], RunSettings, int]]:
         run = RunSettings.model_validate(tree)
         needs: Counter[str] = Counter()
         for device in run.pipeline.drafters:
-            needs[device] += step_memory(run.drafter, run.train, **SIZES).total + slots_bytes(run, 4096)
+            needs[device] += step(run.train) + slots_bytes(run, 4096)
         for device, size in zip(run.pipeline.targets, replica(run), strict=True):
             needs[device] += size
         found.append((places, run, max(needs.values())))
