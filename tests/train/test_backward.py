@@ -36,7 +36,7 @@ def make(recompute: str, layers: int = 4, *, policy: Any = "eager", dtype: str =
     step = DrafterStep(drafter, FrozenEnds(embed, embed), train, policy=policy)
     if policy != "eager":
         step.warm()
-    check.contents(step.buffers, V).fill(step.buffers)
+    step.buffers.copy_(check.contents(step.buffers, V).buffers)
     step.buffers.valid_AB[:, 1:] = True
     return step
 

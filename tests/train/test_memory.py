@@ -199,7 +199,7 @@ def test_activations_by_layers_are_what_each_compiled_layer_keeps(
 
     torch._dynamo.reset()  # what others have compiled counts for the limit of what checks of shapes wrap
     step._by_layers = ByLayers(step._working, (96, 4), compiled)
-    buffers = [getattr(step.buffers, field.name) for field in dataclasses.fields(step.buffers)]
+    buffers = step.buffers.tensors()
     turns = step._turns()
     there = [*step._leaves, *buffers, step.ends.embed_VH, step.ends.head_VH, step.weights_B, *turns]
     monkeypatch.setattr(step, "_turns", lambda: turns)
