@@ -13,7 +13,7 @@ grows. With eight GPUs the layouts are 5+3, 4+4, 6+2 and all (colocated on each)
     kill     a target that fails in the middle: the run goes on, and its losses are those of a run without
     plan     `paceline plan --gpus N` and the goals, against what was measured
 
-`--fp8` puts the targets' products in fp8, in tables of their own (give another OUT). Large files lie in --work. The
+`--fp8` puts the products of targets and drafters in fp8, in tables of their own (give another OUT). Large files lie in --work. The
 status is 1 where a part fails or a bar is missed. `--device cpu` runs all of it at a tiny shape with stand-ins.
 """
 
@@ -53,6 +53,7 @@ from paceline.observe.console import Console
 from paceline.observe.reading import read_events
 from paceline.recipes.bench_pipeline import run_whole
 from paceline.recipes.train import train
+from paceline.records import UserError
 from paceline.target import load as target_load
 from paceline.target.load import describe, load_tokenizer, load_trunk
 
@@ -80,7 +81,13 @@ def placed(asked: argparse.Namespace, layout: str) -> tuple[tuple[str, ...], tup
 
 
 def work_in(asked: argparse.Namespace, layout: str, steps: int) -> PipelineWork:
-    """Return a layout's run."""
+    """Return a layout's run.
+
+    Raises:
+        UserError: fp8 was asked for where stand-ins compute in float32.
+    """
+    if asked.fp8 and asked.device == "cpu":
+        raise UserError("--fp8 needs GPUs, got --device cpu. Leave one of the two out.")
     targets, drafters = placed(asked, layout)
     return work_of(asked.device, targets, drafters, steps=steps, fp8=asked.fp8)
 
@@ -349,7 +356,7 @@ def arguments() -> tuple[argparse.ArgumentParser, int]:
     here = torch.cuda.device_count() if torch.cuda.is_available() else 0
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=max(here, 4), help="default: all, and four at least")
-    parser.add_argument("--fp8", action="store_true", help="the targets' products in fp8")
+    parser.add_argument("--fp8", action="store_true", help="products of targets and drafters in fp8")
     work = Path(tempfile.gettempdir()) / "paceline-many-gpus"
     parser.add_argument("--work", type=Path, default=work, help="folder of dataset and target; default: %(default)s")
     some = argparse.ArgumentParser(add_help=False)

@@ -304,6 +304,19 @@ def test_the_temporaries_of_muon_are_what_its_update_makes() -> None:
     assert said.temporaries == pytest.approx(live.peak, rel=0.1)
 
 
+def test_moments_of_8_bits_make_no_more_in_passing_than_a_chunk_does_when_not_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(moments_module, "CHUNK", 1024)
+    step = make_step(TRAIN.model_copy(update={"moments": "8bit"}))
+    step.warm()
+    entries = len(step.optimizer._regions[0].moments.parts[0])
+    assert entries > 20 * 1024
+    with Live() as live:
+        step.optimizer.step()
+    assert live.peak < 128 * 1024  # bytes, some 100 an entry of a chunk
+
+
 @pytest.mark.parametrize(("anchors", "exact"), [(4 * 291, True), (40, True), (1200, False), (1201, False)])
 def test_chunks_of_logits_have_no_more_rows_than_estimated(anchors: int, exact: bool) -> None:
     train = TRAIN.model_copy(update={"anchor_slots": anchors, "logits_mib": 1, "context_slots": 1})

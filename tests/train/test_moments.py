@@ -196,6 +196,8 @@ def test_host_memory_that_is_not_to_be_had_is_told(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch, "zeros", zeros)
     with pytest.raises(RunError, match=r"needs 0\.0 GiB of page-locked host memory.*not enough memory.*train\.moments"):
         Moments(weights, "float32", offload=True)
+    with pytest.raises(RunError, match=r"not enough memory\)\. Set train\.offload to off\."):
+        Moments(weights, "8bit", offload=True)
 
 
 def test_muon_has_none_of_it() -> None:

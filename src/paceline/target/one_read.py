@@ -33,7 +33,7 @@ class OneRead:
 
     The first to come reads it into the host's memory; each then copies it to its own device, side by side. The host's
     copy is let go of with the last of them. A single replica, and who comes later because it is built anew, reads
-    straight to its device.
+    for itself.
     """
 
     def __init__(self, replicas: int, load: LoadTrunk = load_trunk) -> None:

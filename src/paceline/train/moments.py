@@ -34,14 +34,15 @@ STAGED = 2  # chunks on the device: one comes in while another goes back
 class Moments:
     """Zeros at first. `parts` are the live tensors, in the order of the format's kinds."""
 
-    def __init__(self, weights_S: Float[Tensor, " S"], form: Format, *, offload: bool) -> None:
-        """Allocate.
+    def __init__(self, weights_S: Float[Tensor, " S"], form: Format, *, offload: bool, compiled: bool = True) -> None:
+        """Allocate. `compiled` is whether an update is one kernel; else what it makes in passing limits it to chunks.
 
         Raises:
             RunError: with `offload`, host memory for them, which a GPU can read, is not to be had.
         """
         device, S = weights_S.device, len(weights_S)
         self._kinds, self._offload, self._device = KINDS[form], offload, device
+        self._at_once = S if compiled and not offload else CHUNK
 
         def zeros(entries: int, where: torch.device) -> tuple[Tensor, ...]:
             return tuple(
@@ -60,10 +61,10 @@ class Moments:
                 self._streams = (torch.cuda.Stream(device), torch.cuda.Stream(device))
                 _lock_pages(self.parts, device)
         except RuntimeError as error:
+            smaller = "" if form == "8bit" else "train.moments to 8bit, or "
             raise RunError(
                 f"train.offload: moments needs {moments_bytes(form, S) / 2**30:.1f} GiB of page-locked host memory, "
-                f"but the system does not give as much ({str(error).splitlines()[0]}). Set train.moments to 8bit, or "
-                "train.offload to off."
+                f"but the system does not give as much ({str(error).splitlines()[0]}). Set {smaller}train.offload to off."
             ) from error
 
     def each(self) -> Iterator[tuple[slice, tuple[Tensor, ...]]]:
@@ -71,17 +72,18 @@ class Moments:
 
         The current stream must be that of the update. On a GPU nothing waits for the device.
         """
+        S = len(self.parts[0])
+        places = [slice(first, min(first + self._at_once, S)) for first in range(0, S, max(1, self._at_once))]
         if not self._offload:
-            yield slice(0, len(self.parts[0])), self.parts
+            for place in places:
+                yield place, self.parts if len(places) == 1 else self._cut(self.parts, place)
             return
         cuda = bool(self._streams)
         current = torch.cuda.current_stream(self._device) if cuda else None
         gone: list[torch.cuda.Event | None] = [None] * STAGED  # made anew each time: a graph waits for none of before
-        S = len(self.parts[0])
         if current is not None:
             self._streams[0].wait_stream(current)
-        for at, first in enumerate(range(0, S, CHUNK)):
-            place = slice(first, min(first + CHUNK, S))
+        for at, place in enumerate(places):
             there = self._cut(self.parts, place)
             here = self._cut(self._staged[at % STAGED], slice(0, place.stop - place.start))
             with torch.cuda.stream(self._streams[0]) if cuda else nullcontext():

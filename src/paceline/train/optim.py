@@ -99,7 +99,8 @@ class Optimizer:
         plain = called(adamw_pass)
         self._regions = [_Region(S, P, 0.0, Moments(flat.weights_P[S:], "float32", offload=False), plain)]
         if self.muon is None:
-            moments = Moments(flat.weights_P[:S], settings.moments, offload=settings.offload == "moments")
+            offload = settings.offload == "moments"
+            moments = Moments(flat.weights_P[:S], settings.moments, offload=offload, compiled=one_pass)
             eight = settings.moments == "8bit"
             run, more = (called(adamw_pass_8bit), (maps(device),)) if eight else (plain, ())
             self._regions.insert(0, _Region(0, S, settings.weight_decay, moments, run, more))
