@@ -13,8 +13,9 @@ grows. With eight GPUs the layouts are 5+3, 4+4, 6+2 and all (colocated on each)
     kill     a target that fails in the middle: the run goes on, and its losses are those of a run without
     plan     `paceline plan --gpus N` and the goals, against what was measured
 
-`--fp8` puts the products of targets and drafters in fp8, in tables of their own (give another OUT). Large files lie in --work. The
-status is 1 where a part fails or a bar is missed. `--device cpu` runs all of it at a tiny shape with stand-ins.
+`--fp8` puts the products of targets and drafters in fp8, in tables of their own (give another OUT). Large files lie in
+--work. The status is 1 where a part fails or a bar is missed. `--device cpu` runs all of it at a tiny shape with
+stand-ins.
 """
 
 import argparse

@@ -64,7 +64,8 @@ class Moments:
             smaller = "" if form == "8bit" else "train.moments to 8bit, or "
             raise RunError(
                 f"train.offload: moments needs {moments_bytes(form, S) / 2**30:.1f} GiB of page-locked host memory, "
-                f"but the system does not give as much ({str(error).splitlines()[0]}). Set {smaller}train.offload to off."
+                f"but the system does not give as much ({str(error).splitlines()[0]}). Set {smaller}train.offload to "
+                "off."
             ) from error
 
     def each(self) -> Iterator[tuple[slice, tuple[Tensor, ...]]]:
