@@ -448,7 +448,7 @@ def test_another_mask_than_the_one_that_was_counted_is_set_aside(
     aside = SetAside(0.5, on_row=told.append)
     made = list(micro_batches(mixture, DATA, train(epochs=1), BLOCK, set_aside=aside))
     assert [(bad.row, bad.reason) for bad in told] == [(1, "another loss mask")]
-    assert "for 3 anchors, and 1 were counted" in told[0].detail
+    assert "for 3 anchors, and its dataset counted 1" in told[0].detail
     assert sum(len(batch.blocks.anchor_K) for batch in made) == 3 + 3 + 2
 
 

@@ -343,9 +343,13 @@ def test_the_probe_of_a_run_in_order(run: Run, prompts: Path) -> None:
 
 def test_taps_that_are_off_by_one(run: Run, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if paceline hooked the layer behind each tap, in training and decoding."""
-    hooked, trunk = model.Taps, model.load_trunk
+    hooked, made = model.Taps, model.FeatureTarget.__init__
     monkeypatch.setattr(model, "Taps", lambda layers, taps, *where: hooked(layers, [tap + 1 for tap in taps], *where))
-    monkeypatch.setattr(model, "load_trunk", lambda facts, deepest, **how: trunk(facts, deepest + 1, **how))
+
+    def deeper(self: Any, facts: Any, taps: Any, *, load: Any = model.load_trunk, **rest: Any) -> None:
+        made(self, facts, taps, load=lambda facts, deepest, **how: load(facts, deepest + 1, **how), **rest)
+
+    monkeypatch.setattr(model.FeatureTarget, "__init__", deeper)
     _, found = probed(run(drafter={"taps": (0, 2, 3)}), prompts)
     for how in ("training", "decoding"):
         assert found[f"taps in {how}"] == ("off", "tap 0 gives hidden_states[2], not [1]: off by +1")
