@@ -31,6 +31,7 @@ def smollm2() -> Path:
     return fetch_smollm2(cache_folder(), lambda text: None)
 
 
+@pytest.mark.slow  # a minute; tiny targets and every protocol are in test_speculate.py
 def test_speculative_decoding_of_smollm2_is_lossless(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = describe(str(smollm2))
     tokenizer = load_tokenizer(str(smollm2))
