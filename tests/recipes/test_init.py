@@ -229,7 +229,7 @@ def outlook_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[.
 @pytest.fixture
 def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Return a function that writes the machine's profile, with rates of its GPU or without."""
-    monkeypatch.setattr("paceline.recipes.plan_gpus.profile_path", lambda: tmp_path / "machine.json")
+    monkeypatch.setattr("paceline.recipes.machine_rates.profile_path", lambda: tmp_path / "machine.json")
 
     def save(**rates: Rates) -> None:
         made = make_profile(this_machine(), compiles=True, captures=False, flex_attention={}, rates=rates)

@@ -17,8 +17,8 @@ from paceline.bench.shapes import SHAPES
 from paceline.cli import app
 from paceline.config import RunSettings
 from paceline.config_file import dump_settings, load_settings
+from paceline.pipeline.fit_search import Shape, search
 from paceline.pipeline.slots import slots_bytes
-from paceline.recipes.fit_search import Shape, search
 from paceline.recipes.plan_fit import overrides, read_memory, usable_of
 from paceline.records import UserError
 from paceline.runtime.profile import Device, MachineKey, Rates, make_profile, save_profile
@@ -262,7 +262,7 @@ def test_rates_are_those_of_the_profile_or_unknown(
     text = " ".join(plan(run_yaml, "--memory", "40GiB", "--profile", profile).output.split())
     assert "the settings fit as they are" in text
     assert re.search(r"expected: about [\d,.]+ samples/s, limited by both in turn; of the drafter alone about", text)
-    monkeypatch.setattr("paceline.recipes.plan_gpus.profile_path", lambda: run_yaml.with_name("none.json"))
+    monkeypatch.setattr("paceline.recipes.machine_rates.profile_path", lambda: run_yaml.with_name("none.json"))
     text = " ".join(plan(run_yaml, "--memory", "40GiB").output.split())
     assert "rate unknown: What a run makes is predicted from measured rates. There is no machine profile" in text
     assert "`paceline bench step` measures" in text

@@ -11,7 +11,7 @@ from paceline.config_file import dump_value
 from paceline.data.mixture import Coverage
 from paceline.data.plan import BucketTable
 from paceline.observe.console import Console
-from paceline.recipes.fit_search import Changes, Fit, Shape, changed, measuring, search
+from paceline.pipeline.fit_search import Changes, Fit, Shape, changed, measuring, search
 from paceline.recipes.plan_memory import sizes_of_target, target_folder
 from paceline.recipes.plan_rate import expected_rate
 from paceline.recipes.target_memory import replica_memory
