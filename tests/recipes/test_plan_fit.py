@@ -17,7 +17,8 @@ from paceline.bench.shapes import SHAPES
 from paceline.cli import app
 from paceline.config import RunSettings
 from paceline.config_file import dump_settings, load_settings
-from paceline.pipeline.fit_search import Shape, search
+from paceline.drafter.float8 import check_sizes, product_sizes
+from paceline.pipeline.fit_search import Shape, candidates, changed, search
 from paceline.pipeline.slots import slots_bytes
 from paceline.recipes.plan_fit import overrides, read_memory, usable_of
 from paceline.records import UserError
@@ -138,6 +139,17 @@ def test_packed_rows_get_shorter_and_a_step_takes_more_of_them() -> None:
     found = search(run, SHAPE, 0).settings
     assert (found.train.context_slots, found.data.token_budget, found.train.batches_per_step) == (1024, 1024, 24)
     assert 23 * 1024 < 3 * 8000 <= 24 * 1024, "a step has its samples"
+
+
+def test_sizes_that_are_named_are_some_that_products_in_fp8_take() -> None:
+    train = {"fp8": "on", "anchor_slots": 1024, "anchors_per_sample": 200}
+    run = RunSettings.model_validate(tree_of(train=train))
+    slots = set[int]()
+    for changes in candidates(run, SHAPE):
+        found = changed(run, changes)
+        check_sizes(product_sizes(found.drafter, found.train, SHAPE.hidden_size))
+        slots.add(found.train.anchor_slots)
+    assert slots == {1024, 512, 256, 208}
 
 
 def test_roles_that_share_cards_are_counted_together() -> None:
@@ -299,6 +311,12 @@ def test_what_cannot_be_planned_is_refused(run_yaml: Path) -> None:
     assert "Set evaluate.device to null" in plan(
         run_yaml, "evaluate.device=cpu", "evaluate.prompts=nowhere.jsonl", "--memory", "24GiB", status=2
     )
+
+
+def test_sizes_that_train_refuses_in_fp8_are_refused(run_yaml: Path) -> None:
+    said = plan(run_yaml, "train.fp8=on", "train.anchor_slots=1000", "--memory", "80GiB", status=2)
+    assert "train.anchor_slots × (drafter.block_size - 1) must be a multiple of 16, got 15,000" in said
+    plan(run_yaml, "train.anchor_slots=1000", "--memory", "80GiB")
 
 
 def test_overrides_are_written_as_the_command_line_takes_them(run_yaml: Path) -> None:

@@ -20,6 +20,7 @@ from paceline.config import DrafterSettings, GuardSettings, TrainSettings
 from paceline.drafter import joined
 from paceline.drafter.attention import fits_tiles
 from paceline.drafter.ends import FrozenEnds
+from paceline.drafter.float8 import check_sizes, product_sizes
 from paceline.drafter.loss import frozen_head_loss
 from paceline.drafter.model import Drafter
 from paceline.records import RunError
@@ -442,6 +443,17 @@ def test_settings_for_small_cards_are_named_where_they_are_enough(
     assert total <= 0.92 * room * GIB
     *fewer, _ = sets.items()
     assert needs(train, **dict(fewer)) > 0.92 * room * GIB
+
+
+def test_sizes_that_are_advised_are_some_that_products_in_fp8_take() -> None:
+    shape = SHAPES["qwen3-8b"]
+    train = shape.train_settings("bfloat16").model_copy(update={"fp8": "on"})
+    for room in range(26, 40):  # together with the context, and then alone
+        sizes = named(advise(train, room))
+        assert sizes["anchor_slots"]
+        check_sizes(product_sizes(shape.drafter, train.model_copy(update=sizes), shape.hidden_size))
+    rules = memory.sizes_for_tiles(shape.drafter, train.model_copy(update={"context_slots": 100, "anchor_slots": 1000}))
+    assert rules.endswith("train.anchor_slots (1,000) must be a multiple of 16")
 
 
 def test_advice_names_what_is_needed_and_what_is_there() -> None:

@@ -163,7 +163,7 @@ def _micro_batches(run: RunSettings) -> list[Changes]:
     """Return smaller micro-batches, of which a step has more: a step's samples are those of its plan batches, which the
     loader cuts; only packed ones are micro-batches themselves, so a step then takes more of them."""
     train, data = run.train, run.data
-    unit = anchor_unit(run.drafter)
+    unit = anchor_unit(run.drafter, train)
     least_A = min(train.anchor_slots, _up(train.anchors_per_sample, unit))
     least_C = min(train.context_slots, _up(data.max_length, TILE))  # no sample may be longer
     rungs: list[Changes] = [{}]

@@ -10,6 +10,7 @@ from paceline.config import RunSettings
 from paceline.config_file import dump_value
 from paceline.data.mixture import Coverage
 from paceline.data.plan import BucketTable
+from paceline.drafter.float8 import check_sizes, product_sizes
 from paceline.observe.console import Console
 from paceline.pipeline.fit_search import Changes, Fit, Shape, changed, measuring, search
 from paceline.recipes.plan_memory import sizes_of_target, target_folder
@@ -117,6 +118,8 @@ def _shape(run: RunSettings, evaluator: int | None) -> Shape:
     facts = describe(str(folder))
     sizes = sizes_of_target(run.target, Console(json=True))
     assert sizes is not None, "its configuration was read"
+    if run.train.fp8 == "on":
+        check_sizes(product_sizes(run.drafter, run.train, sizes["hidden_size"]))  # as train does
     return Shape(
         **sizes,
         layers=max(run.drafter.taps) + 1,

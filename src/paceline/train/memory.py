@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 
 from paceline.config import DrafterSettings, TrainSettings
 from paceline.drafter.attention import TILE, fits_tiles
+from paceline.drafter.float8 import TILE8
 from paceline.runtime.compiling import Policy
 from paceline.train import activations
 from paceline.train.activations import Phase
@@ -139,7 +140,7 @@ def sizes_for_tiles(drafter: DrafterSettings, train: TrainSettings) -> str:
         return ""
     if TILE % B:
         return f"drafter.block_size ({B:,}) must divide {TILE}"
-    rules = (("train.context_slots", C, TILE), ("train.anchor_slots", A, anchor_unit(drafter)))
+    rules = (("train.context_slots", C, TILE), ("train.anchor_slots", A, anchor_unit(drafter, train)))
     return " and ".join(f"{key} ({size:,}) must be a multiple of {unit}" for key, size, unit in rules if size % unit)
 
 
@@ -191,7 +192,7 @@ def advice(
     small = _small_card(train, lambda **changes: memory(**changes).total, goal)
     if options:
         return f"{said}. {lower} {options}.{small}"
-    least = memory(anchor_slots=anchor_unit(drafter), context_slots=TILE, logits_mib=1).total
+    least = memory(anchor_slots=anchor_unit(drafter, train), context_slots=TILE, logits_mib=1).total
     return (
         f"{said}. The smallest micro-batch there is needs {gib(least)}, nearly all of it for weights, gradients, "
         f"moments, embedding and head. {lower} drafter.layers, or use a device with more memory in pipeline.drafters."
@@ -201,7 +202,7 @@ def advice(
 
 def _options(drafter: DrafterSettings, train: TrainSettings, needs: Callable[..., int], goal: int) -> str:
     """Return in words the sizes that bring the step to `goal` bytes; an empty text if none do."""
-    unit = anchor_unit(drafter)
+    unit = anchor_unit(drafter, train)
     A, C, mib = train.anchor_slots, train.context_slots, train.logits_mib
     anchors = _largest_multiple(unit, A, goal, lambda n: needs(anchor_slots=n))
     context = _largest_multiple(TILE, C, goal, lambda n: needs(context_slots=n))
@@ -247,9 +248,11 @@ def _small_card(train: TrainSettings, needs: Callable[..., int], goal: int) -> s
     return ""
 
 
-def anchor_unit(drafter: DrafterSettings) -> int:
-    """Return the fewest anchors whose slots are whole tiles of attention."""
-    return TILE // math.gcd(TILE, drafter.block_size)
+def anchor_unit(drafter: DrafterSettings, train: TrainSettings) -> int:
+    """Return the fewest anchors whose slots are whole tiles of attention, and rows that products in fp8 take."""
+    unit = TILE // math.gcd(TILE, drafter.block_size)
+    # A * B and A * (B - 1) slots must be multiples of 16 (float8.check_sizes), and so must A, in which they differ.
+    return math.lcm(unit, TILE8) if train.fp8 == "on" else unit
 
 
 def _with_anchors(train: TrainSettings, anchors: int) -> str:
