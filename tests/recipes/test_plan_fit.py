@@ -20,7 +20,7 @@ from paceline.config_file import dump_settings, load_settings
 from paceline.drafter.float8 import check_sizes, product_sizes
 from paceline.pipeline.fit_search import Shape, candidates, changed, search
 from paceline.pipeline.slots import slots_bytes
-from paceline.recipes.plan_fit import overrides, read_memory, usable_of
+from paceline.recipes.plan_fit import card_for, overrides, read_memory, usable_of
 from paceline.records import UserError
 from paceline.runtime.profile import Device, MachineKey, Rates, make_profile, save_profile
 from paceline.train.memory import step_memory
@@ -193,6 +193,13 @@ def test_what_is_no_memory_is_refused(text: str) -> None:
         read_memory(text)
 
 
+def test_a_card_that_is_named_is_the_smallest_that_does() -> None:
+    for size in range(1, 100 * GIB, 1_234_567_891):
+        card = card_for(size)
+        less = f"{float(card.removesuffix(' GiB')) - 0.1:.1f} GiB"
+        assert usable_of(read_memory(card)) >= size > usable_of(read_memory(less)), card
+
+
 @pytest.fixture
 def run_yaml(tmp_path: Path, tiny_folder: Path, shape: Any, write_dataset: Callable[..., Path]) -> Path:
     """A wide drafter of a tiny target, which needs some GiB."""
@@ -292,12 +299,11 @@ def test_where_nothing_fits_the_least_is_said(run_yaml: Path) -> None:
     quick = ("train.logits_mib=64", "pipeline.credit_gib=0.0625")  # nothing to lower there
     said = plan(run_yaml, *quick, "--memory", "600MiB", status=2)
     wanted = (
-        r"fit cards of 0\.6 GiB: at least, with (.*), \S+ needs .* GiB \(.*\), that is a card of ([\d.]+) GiB\. Use"
+        r"fit cards of 0\.6 GiB: at least, with (.*), \S+ needs .* GiB \(.*\), that is a card of ([\d.]+ GiB)\. Use"
     )
     found = re.search(wanted, said)
     assert found, said
-    would = f"{float(found[2]) + 0.1:.1f}GiB"
-    assert json.loads(plan(run_yaml, *quick, "--memory", would, "--json").stdout)["fit"]["changes"]
+    assert json.loads(plan(run_yaml, *quick, "--memory", found[2], "--json").stdout)["fit"]["changes"]
 
 
 def test_what_cannot_be_planned_is_refused(run_yaml: Path) -> None:

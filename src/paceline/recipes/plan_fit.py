@@ -49,6 +49,14 @@ def usable_of(memory: int) -> int:
     return int(USABLE * max(memory - CONTEXT, 0))
 
 
+def card_for(size: int) -> str:
+    """Return the memory, in tenths of a GiB as `--memory` takes it, of the smallest card with so many usable bytes."""
+    tenths = int(10 * (size / USABLE + CONTEXT) / 2**30)
+    while usable_of(read_memory(card := f"{tenths / 10:.1f} GiB")) < size:
+        tenths += 1
+    return card
+
+
 def plan_fit(
     asked: Card,
     run: RunSettings,
@@ -131,11 +139,10 @@ def _shape(run: RunSettings, evaluator: int | None) -> Shape:
 def _nothing_fits(least: Fit, memory: int) -> str:
     device, parts = max(least.needs.items(), key=lambda one: sum(one[1].values()))
     whom = ", ".join(f"{who} {gib(size)}" for who, size in parts.items())
-    card = int(least.most / USABLE) + CONTEXT
     changes = f"with {', '.join(overrides(least.changes))}" if least.changes else "with the settings as they are"
     return (
         f"--memory must leave room for every role, but no settings fit cards of {gib(memory)}: at least, {changes}, "
-        f"{device} needs {gib(least.most)} ({whom}), that is a card of {gib(card)}. Use such cards, or lower "
+        f"{device} needs {gib(least.most)} ({whom}), that is a card of {card_for(least.most)}. Use such cards, or lower "
         "drafter.layers or train.anchors_per_sample."
     )
 
