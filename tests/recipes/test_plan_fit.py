@@ -287,6 +287,16 @@ def test_rates_are_those_of_the_profile_or_unknown(
     assert "`paceline bench step` measures" in text
 
 
+def test_the_rate_is_that_of_the_packed_rows_that_are_named(run_yaml: Path, profile: Path) -> None:
+    packed = ("data.layout=packed", "data.token_budget=4096", "data.max_length=64", "train.anchors_per_sample=8")
+    smaller = ("train.moments=8bit", "train.recompute=layers", "train.offload=moments", "train.logits_mib=64")
+    asked = (*packed, *smaller, "--memory", "2.5GiB", "--profile", profile, "--json")
+    found = json.loads(plan(run_yaml, *asked).stdout)["fit"]
+    assert found["changes"]["data.token_budget"] < 4096
+    pasted = json.loads(plan(run_yaml, *asked[:8], *found["overrides"], *asked[8:]).stdout)["fit"]
+    assert (pasted["changes"], pasted["rate"]) == ({}, found["rate"])
+
+
 def test_computing_again_is_slower(run_yaml: Path, profile: Path) -> None:
     def blocks(*changes: str) -> float:
         done = plan(run_yaml, *changes, "--memory", "80GiB", "--profile", profile, "--json")

@@ -2,11 +2,12 @@
 
 import re
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.config import RunSettings
+from paceline.config import DataSettings, RunSettings
 from paceline.config_file import dump_value
 from paceline.data.mixture import Coverage
 from paceline.data.plan import BucketTable
@@ -60,12 +61,15 @@ def card_for(size: int) -> str:
 def plan_fit(
     asked: Card,
     run: RunSettings,
-    buckets: BucketTable,
+    epoch: Callable[[DataSettings], BucketTable],
     share: Coverage,
     console: Console,
     evaluator: int | None,
 ) -> dict[str, Any]:
-    """Print which settings to change and what is expected of them, and return it; `evaluator` is what that needs.
+    """Print which settings to change and what is expected of them, and return it.
+
+    `epoch` says what the first epoch looks like, packed rows of which may become shorter; `evaluator` is what that
+    needs.
 
     Raises:
         UserError: nothing fits, and what would is said; or memory is not estimated, and why is said.
@@ -82,7 +86,7 @@ def plan_fit(
         console.line("  the settings fit as they are")
     _tell_needs(found, console)
     beside = _tell_target(found, shape, usable, console)
-    rate = expected_rate(found.settings, asked.profile, buckets, share, console)
+    rate = expected_rate(found.settings, asked.profile, epoch(found.settings.data), share, console)
     return {
         "card": asked.memory,
         "usable": usable,
