@@ -287,13 +287,17 @@ def test_rates_are_those_of_the_profile_or_unknown(
     assert "`paceline bench step` measures" in text
 
 
-def test_the_rate_is_that_of_the_packed_rows_that_are_named(run_yaml: Path, profile: Path) -> None:
+def test_the_rate_is_that_of_the_packed_rows_that_are_named(
+    run_yaml: Path, profile: Path, write_dataset: Callable[..., Path]
+) -> None:
+    rows = [([5 + at % 50 for at in range(length)], 2) for length in (20, 24, 28, 60) * 80]
     packed = ("data.layout=packed", "data.token_budget=4096", "data.max_length=64", "train.anchors_per_sample=8")
     smaller = ("train.moments=8bit", "train.recompute=layers", "train.offload=moments", "train.logits_mib=64")
-    asked = (*packed, *smaller, "--memory", "2.5GiB", "--profile", profile, "--json")
-    found = json.loads(plan(run_yaml, *asked).stdout)["fit"]
+    settings = (f"data.dataset={write_dataset(rows, name='many')}", *packed, *smaller)
+    asked = ("--memory", "1.8GiB", "--profile", profile, "--json")
+    found = json.loads(plan(run_yaml, *settings, *asked).stdout)["fit"]
     assert found["changes"]["data.token_budget"] < 4096
-    pasted = json.loads(plan(run_yaml, *asked[:8], *found["overrides"], *asked[8:]).stdout)["fit"]
+    pasted = json.loads(plan(run_yaml, *settings, *found["overrides"], *asked).stdout)["fit"]
     assert (pasted["changes"], pasted["rate"]) == ({}, found["rate"])
 
 

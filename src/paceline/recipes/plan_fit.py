@@ -146,8 +146,8 @@ def _nothing_fits(least: Fit, memory: int) -> str:
     changes = f"with {', '.join(overrides(least.changes))}" if least.changes else "with the settings as they are"
     return (
         f"--memory must leave room for every role, but no settings fit cards of {gib(memory)}: at least, {changes}, "
-        f"{device} needs {gib(least.most)} ({whom}), that is a card of {card_for(least.most)}. Use such cards, or lower "
-        "drafter.layers or train.anchors_per_sample."
+        f"{device} needs {gib(least.most)} ({whom}), that is a card of {card_for(least.most)}. Use such cards, or "
+        "lower drafter.layers or train.anchors_per_sample."
     )
 
 
