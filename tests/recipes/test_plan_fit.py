@@ -18,9 +18,10 @@ from paceline.cli import app
 from paceline.config import RunSettings
 from paceline.config_file import dump_settings, load_settings
 from paceline.drafter.float8 import check_sizes, product_sizes
+from paceline.pipeline.cards import card_for, read_memory, usable_of
 from paceline.pipeline.fit_search import Shape, candidates, changed, search
 from paceline.pipeline.slots import slots_bytes
-from paceline.recipes.plan_fit import card_for, overrides, read_memory, usable_of
+from paceline.recipes.plan_fit import overrides
 from paceline.records import UserError
 from paceline.runtime.profile import Device, MachineKey, Rates, make_profile, save_profile
 from paceline.train.memory import step_memory
@@ -191,6 +192,13 @@ def test_memory_has_a_unit(text: str, size: int) -> None:
 def test_what_is_no_memory_is_refused(text: str) -> None:
     with pytest.raises(UserError, match=re.escape(f"such as 24GiB or 80GB, got {text!r}.")):
         read_memory(text)
+
+
+@pytest.mark.parametrize("text", ["9" * 320 + "GiB", "9" * 290 + "GiB", "1048577GiB"])
+def test_what_is_more_than_any_card_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match=r"^--memory is one card's memory, at most 1,024 TiB, got '.{1,30}'\."):
+        read_memory(text)
+    assert read_memory("1048576GiB") == 1 << 50
 
 
 def test_a_card_that_is_named_is_the_smallest_that_does() -> None:

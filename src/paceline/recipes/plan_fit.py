@@ -1,6 +1,5 @@
 """`paceline plan RUN.yaml --memory 24GiB`: the cheapest settings with which every role fits a card of that size."""
 
-import re
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,16 +12,14 @@ from paceline.data.mixture import Coverage
 from paceline.data.plan import BucketTable
 from paceline.drafter.float8 import check_sizes, product_sizes
 from paceline.observe.console import Console
+from paceline.pipeline.cards import card_for, usable_of
 from paceline.pipeline.fit_search import Changes, Fit, Shape, changed, measuring, search
 from paceline.recipes.plan_memory import sizes_of_target, target_folder
 from paceline.recipes.plan_rate import expected_rate
 from paceline.recipes.target_memory import replica_memory
 from paceline.records import UserError
 from paceline.target.load import describe
-from paceline.train.memory import USABLE, gib, sizes_for_tiles
-
-CONTEXT = 512 << 20  # bytes, about: what CUDA takes for a process beside what torch allocates
-_UNITS = {"GiB": 2**30, "MiB": 2**20, "GB": 10**9, "MB": 10**6}
+from paceline.train.memory import gib, sizes_for_tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,31 +28,6 @@ class Card:
 
     memory: int  # bytes
     profile: Path | None  # of the machine whose rates are taken
-
-
-def read_memory(text: str) -> int:
-    """Return the bytes that a text such as 24GiB stands for.
-
-    Raises:
-        UserError: it is none.
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(GiB|MiB|GB|MB)", text.strip())
-    if not found or not (size := int(float(found[1]) * _UNITS[found[2]])):
-        raise UserError(f"--memory is a card's memory with its unit, such as 24GiB or 80GB, got {text!r}.")
-    return size
-
-
-def usable_of(memory: int) -> int:
-    """Return what torch may allocate of a card: the rest is CUDA's own, and gaps between blocks."""
-    return int(USABLE * max(memory - CONTEXT, 0))
-
-
-def card_for(size: int) -> str:
-    """Return the memory, in tenths of a GiB as `--memory` takes it, of the smallest card with so many usable bytes."""
-    tenths = int(10 * (size / USABLE + CONTEXT) / 2**30)
-    while usable_of(read_memory(card := f"{tenths / 10:.1f} GiB")) < size:
-        tenths += 1
-    return card
 
 
 def plan_fit(
