@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
@@ -326,6 +327,29 @@ def test_where_nothing_fits_the_least_is_said(run_yaml: Path) -> None:
     found = re.search(wanted, said)
     assert found, said
     assert json.loads(plan(run_yaml, *quick, "--memory", found[2], "--json").stdout)["fit"]["changes"]
+
+
+@pytest.mark.parametrize("memory", ["40GiB", "4GiB"])
+def test_of_a_target_off_the_fast_path_no_more_is_said_than_is_known(run_yaml: Path, memory: str) -> None:
+    def said(*changes: str) -> str:
+        return " ".join(plan(run_yaml, *changes, "--memory", memory).output.split())
+
+    kept, off = said(), said("target.fast=off")
+    fit = "the settings fit as they are" if memory == "40GiB" else "changes that fit"
+    assert fit in kept
+    assert "then needs about" in kept
+    assert "estimated" not in kept
+    assert "of a target only what it needs at least is counted: target.fast off needs more" in off
+    assert f"{fit} as far as is estimated" in off
+    assert "the target fits on the drafter's card as far as is estimated" in off
+    assert "then needs at least" in off
+    assert "then needs about" not in off
+    config = Path(load_settings(run_yaml).target.model) / "config.json"
+    other = run_yaml.with_name("other")
+    shutil.copytree(config.parent, other)
+    (other / "config.json").write_text(config.read_text().replace('"model_type": "qwen3"', '"model_type": "olmo2"'))
+    if memory == "40GiB":
+        assert "counted: olmo2 is not known to the fast path: it needs more" in said(f"target.model={other}")
 
 
 def test_what_cannot_be_planned_is_refused(run_yaml: Path) -> None:

@@ -16,9 +16,9 @@ from paceline.pipeline.cards import card_for, usable_of
 from paceline.pipeline.fit_search import Changes, Fit, Shape, changed, measuring, search
 from paceline.recipes.plan_memory import sizes_of_target, target_folder
 from paceline.recipes.plan_rate import expected_rate
-from paceline.recipes.target_memory import replica_memory
+from paceline.recipes.target_memory import beyond_estimate, replica_memory
 from paceline.records import UserError
-from paceline.target.load import describe
+from paceline.target.load import describe, load_config
 from paceline.train.memory import gib, sizes_for_tiles
 
 
@@ -50,14 +50,17 @@ def plan_fit(
     found = search(run, shape, usable)
     if found.most > usable:
         raise UserError(_nothing_fits(found, asked.memory))
-    now = measuring(shape)(run, {})
+    now, beyond = measuring(shape)(run, {}), beyond_estimate(run, _kind(run))
+    so_far = " as far as is estimated" if beyond else ""
     console.line(f"  on cards of {gib(asked.memory)}, of which about {gib(usable)} can be used:")
+    if beyond:
+        console.line(f"  of a target only what it needs at least is counted: {beyond}")
     if found.changes:
-        _tell_changes(found.changes, now, usable, console)
+        _tell_changes(found.changes, now, usable, so_far, console)
     else:
-        console.line("  the settings fit as they are")
-    _tell_needs(found, console)
-    beside = _tell_target(found, shape, usable, console)
+        console.line(f"  the settings fit as they are{so_far}")
+    _tell_needs(found, bool(beyond), console)
+    beside = _tell_target(found, shape, usable, so_far, console)
     rate = expected_rate(found.settings, asked.profile, epoch(found.settings.data), share, console)
     return {
         "card": asked.memory,
@@ -69,6 +72,7 @@ def plan_fit(
         "step": found.step.as_dict(),
         "slots": found.slots,
         "target_fits_beside": beside,
+        "target_needs_more": beyond,
         "rate": rate,
     }
 
@@ -112,6 +116,12 @@ def _shape(run: RunSettings, evaluator: int | None) -> Shape:
     )
 
 
+def _kind(run: RunSettings) -> str:
+    folder = target_folder(run.target)
+    assert folder is not None, "its shape was read"
+    return str(load_config(folder).model_type)
+
+
 def _nothing_fits(least: Fit, memory: int) -> str:
     device, parts = max(least.needs.items(), key=lambda one: sum(one[1].values()))
     whom = ", ".join(f"{who} {gib(size)}" for who, size in parts.items())
@@ -123,10 +133,10 @@ def _nothing_fits(least: Fit, memory: int) -> str:
     )
 
 
-def _tell_changes(changes: Changes, now: Fit, usable: int, console: Console) -> None:
+def _tell_changes(changes: Changes, now: Fit, usable: int, so_far: str, console: Console) -> None:
     over = {device: sum(parts.values()) for device, parts in now.needs.items() if sum(parts.values()) > usable}
     needs = " and ".join(f"{device} needs {gib(size)}" for device, size in over.items())
-    console.line(f"  as it is {needs}. The least costly changes that fit, for RUN.yaml:")
+    console.line(f"  as it is {needs}. The least costly changes that fit{so_far}, for RUN.yaml:")
     sections: dict[str, list[str]] = {}
     for key, value in changes.items():
         section, name = key.split(".")
@@ -137,9 +147,11 @@ def _tell_changes(changes: Changes, now: Fit, usable: int, console: Console) -> 
     console.line(f"  or behind it: {shlex.join(overrides(changes))}")
 
 
-def _tell_needs(found: Fit, console: Console) -> None:
+def _tell_needs(found: Fit, more: bool, console: Console) -> None:
+    """Print the parts of each device; `more` says that a target needs more than is counted."""
     for device, parts in found.needs.items():
-        console.line(f"  {device} then needs about {gib(sum(parts.values()))}:")
+        short = more and any(who.startswith("target replica") for who in parts)
+        console.line(f"  {device} then needs {'at least' if short else 'about'} {gib(sum(parts.values()))}:")
         rows: list[tuple[str, int]] = []
         for who, size in parts.items():
             if who.startswith("drafter rank"):
@@ -151,14 +163,14 @@ def _tell_needs(found: Fit, console: Console) -> None:
         console.line(f"  each drafter rank keeps {gib(found.step.host)} of moments in host memory (train.offload)")
 
 
-def _tell_target(found: Fit, shape: Shape, usable: int, console: Console) -> bool:
+def _tell_target(found: Fit, shape: Shape, usable: int, so_far: str, console: Console) -> bool:
     """Return whether a target replica and a drafter rank fit one card with the settings that were found."""
     run = found.settings
     alone = changed(run, {"target.devices_per_replica": 1})
     both = found.step.total + found.slots + sum(shape.replica(alone))
     cards, each = len({*run.devices}), run.target.devices_per_replica
     if both <= usable:
-        console.line("  the target fits on the drafter's card")
+        console.line(f"  the target fits on the drafter's card{so_far}")
     else:
         a_replica = f"{each} cards for each target replica (target.devices_per_replica)" if each > 1 else "one card"
         console.line(
