@@ -75,12 +75,15 @@ def candidates(run: RunSettings, shape: Shape) -> Iterator[Changes]:
 
 def ladders(run: RunSettings, shape: Shape) -> list[list[Changes]]:
     """Return what may be changed, the cheapest first, and for each what it may become, as it is first."""
-    small = small_card_ladders(run.train)
+    small: list[list[Changes]] = [
+        [{f"train.{key}": value for key, value in rung.items()} for rung in ladder]
+        for ladder in small_card_ladders(run.train)
+    ]
     return [
         _logits(run.train),
         _credit(run.pipeline.credit_gib),
         [{}] if run.target.features == "fp8" else [{}, {"target.features": "fp8"}],
-        *([{f"train.{key}": value for key, value in rung.items()} for rung in ladder] for ladder in small),
+        *small,
         _micro_batches(run),
         _places(run, shape),
     ]
