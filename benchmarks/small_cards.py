@@ -30,10 +30,11 @@ from paceline.bench.weights import random_drafter, random_ends
 from paceline.bench.work import RATE
 from paceline.config import RunSettings
 from paceline.drafter.packed import pack
+from paceline.pipeline.cards import CONTEXT, usable_of
+from paceline.pipeline.fit_search import Fit, search
+from paceline.pipeline.fit_search import Shape as FitShape
 from paceline.pipeline.slots import Slots, handed_like, written_at_once
-from paceline.recipes.fit_search import Fit, search
-from paceline.recipes.fit_search import Shape as FitShape
-from paceline.recipes.plan_fit import CONTEXT, overrides, usable_of
+from paceline.recipes.plan_fit import overrides
 from paceline.records import FeatureBatch
 from paceline.runtime.compiling import forbid_recompiles, warm_compiler
 from paceline.runtime.interpreter import quick_handovers

@@ -50,7 +50,8 @@ def plan(
 
         asked = partial(plan_gpus, Asked(gpus, profile, target_rate, step_rate))
     if memory is not None:
-        from paceline.recipes.plan_fit import Card, plan_fit, read_memory
+        from paceline.pipeline.cards import read_memory
+        from paceline.recipes.plan_fit import Card, plan_fit
 
         fits = partial(plan_fit, Card(read_memory(memory), profile))
     console = Console(json=json)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paceline.bench.weights import random_drafter, random_ends
-from paceline.recipes.plan_fit import usable_of
+from paceline.pipeline.cards import usable_of
 from paceline.train.step import DrafterStep
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "small_cards.py"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paceline.pipeline.dispenser import Dispenser, Outlet
-from paceline.pipeline.slots import Landing, Loan, Slot, Slots, handed_like, slot_count, slots_bytes
+from paceline.pipeline.slots import Landing, Loan, Slot, Slots, handed_like, slot_count, slots_bytes, slots_per_rank
 from paceline.records import BlockSet, FeatureBatch, TokenBatch
 
 NONE = torch.zeros(0, dtype=torch.long)
@@ -193,7 +193,7 @@ def test_what_slots_take_is_counted(settings: Any, features: str, dtype: str) ->
         like_CD = torch.zeros(100, len(tree.drafter.taps) * H, dtype=getattr(torch, dtype))
         slots.make(0, handed_like(like_CD, tree))
         made = sum(slot.features_CD.nbytes + slot.positions_C.nbytes for slot in slots._free[0])
-        assert slots_bytes(tree, H) == made
+        assert (slots_bytes(tree, H), slots_per_rank(tree, H)) == (made, len(slots._free[0]))
     least = slots_bytes(settings("run", train={"dtype": dtype}, pipeline={"credit_gib": 1e-6}), H)
     less = slots_bytes(
         settings("run", target={"features": features}, train={"dtype": dtype}, pipeline={"credit_gib": 1e-6}), H

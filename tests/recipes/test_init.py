@@ -17,11 +17,11 @@ from transformers import GptOssConfig, MixtralConfig, Qwen3_5MoeTextConfig, Qwen
 from paceline.config import PipelineSettings
 from paceline.config_file import load_settings
 from paceline.observe.console import Console
+from paceline.pipeline.cards import CONTEXT, usable_of
 from paceline.recipes.init import data_for, drafter_for, init, pipeline_for
 from paceline.recipes.init_outlook import outlook
 from paceline.recipes.mask_token import choose_mask_token
 from paceline.recipes.plan import plan_epoch
-from paceline.recipes.plan_fit import CONTEXT, usable_of
 from paceline.recipes.plan_gpus import Asked, plan_gpus
 from paceline.recipes.target_checks import check_data
 from paceline.recipes.target_memory import replica_memory
@@ -229,7 +229,7 @@ def outlook_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[.
 @pytest.fixture
 def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Return a function that writes the machine's profile, with rates of its GPU or without."""
-    monkeypatch.setattr("paceline.recipes.plan_gpus.profile_path", lambda: tmp_path / "machine.json")
+    monkeypatch.setattr("paceline.recipes.machine_rates.profile_path", lambda: tmp_path / "machine.json")
 
     def save(**rates: Rates) -> None:
         made = make_profile(this_machine(), compiles=True, captures=False, flex_attention={}, rates=rates)

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
@@ -17,9 +18,11 @@ from paceline.bench.shapes import SHAPES
 from paceline.cli import app
 from paceline.config import RunSettings
 from paceline.config_file import dump_settings, load_settings
+from paceline.drafter.float8 import check_sizes, product_sizes
+from paceline.pipeline.cards import card_for, read_memory, usable_of
+from paceline.pipeline.fit_search import Shape, candidates, changed, search
 from paceline.pipeline.slots import slots_bytes
-from paceline.recipes.fit_search import Shape, search
-from paceline.recipes.plan_fit import overrides, read_memory, usable_of
+from paceline.recipes.plan_fit import overrides
 from paceline.records import UserError
 from paceline.runtime.profile import Device, MachineKey, Rates, make_profile, save_profile
 from paceline.train.memory import step_memory
@@ -140,6 +143,17 @@ def test_packed_rows_get_shorter_and_a_step_takes_more_of_them() -> None:
     assert 23 * 1024 < 3 * 8000 <= 24 * 1024, "a step has its samples"
 
 
+def test_sizes_that_are_named_are_some_that_products_in_fp8_take() -> None:
+    train = {"fp8": "on", "anchor_slots": 1024, "anchors_per_sample": 200}
+    run = RunSettings.model_validate(tree_of(train=train))
+    slots = set[int]()
+    for changes in candidates(run, SHAPE):
+        found = changed(run, changes)
+        check_sizes(product_sizes(found.drafter, found.train, SHAPE.hidden_size))
+        slots.add(found.train.anchor_slots)
+    assert slots == {1024, 512, 256, 208}
+
+
 def test_roles_that_share_cards_are_counted_together() -> None:
     two = {"targets": ["cuda:0", "cuda:1"], "drafters": ["cuda:1", "cuda:1"]}
     run = RunSettings.model_validate(tree_of(pipeline=two, evaluate={"device": "cuda:0", "prompts": "p"}))
@@ -179,6 +193,20 @@ def test_memory_has_a_unit(text: str, size: int) -> None:
 def test_what_is_no_memory_is_refused(text: str) -> None:
     with pytest.raises(UserError, match=re.escape(f"such as 24GiB or 80GB, got {text!r}.")):
         read_memory(text)
+
+
+@pytest.mark.parametrize("text", ["9" * 320 + "GiB", "9" * 290 + "GiB", "1048577GiB"])
+def test_what_is_more_than_any_card_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match=r"^--memory is one card's memory, at most 1,024 TiB, got '.{1,30}'\."):
+        read_memory(text)
+    assert read_memory("1048576GiB") == 1 << 50
+
+
+def test_a_card_that_is_named_is_the_smallest_that_does() -> None:
+    for size in range(1, 100 * GIB, 1_234_567_891):
+        card = card_for(size)
+        less = f"{float(card.removesuffix(' GiB')) - 0.1:.1f} GiB"
+        assert usable_of(read_memory(card)) >= size > usable_of(read_memory(less)), card
 
 
 @pytest.fixture
@@ -262,10 +290,24 @@ def test_rates_are_those_of_the_profile_or_unknown(
     text = " ".join(plan(run_yaml, "--memory", "40GiB", "--profile", profile).output.split())
     assert "the settings fit as they are" in text
     assert re.search(r"expected: about [\d,.]+ samples/s, limited by both in turn; of the drafter alone about", text)
-    monkeypatch.setattr("paceline.recipes.plan_gpus.profile_path", lambda: run_yaml.with_name("none.json"))
+    monkeypatch.setattr("paceline.recipes.machine_rates.profile_path", lambda: run_yaml.with_name("none.json"))
     text = " ".join(plan(run_yaml, "--memory", "40GiB").output.split())
     assert "rate unknown: What a run makes is predicted from measured rates. There is no machine profile" in text
     assert "`paceline bench step` measures" in text
+
+
+def test_the_rate_is_that_of_the_packed_rows_that_are_named(
+    run_yaml: Path, profile: Path, write_dataset: Callable[..., Path]
+) -> None:
+    rows = [([5 + at % 50 for at in range(length)], 2) for length in (20, 24, 28, 60) * 80]
+    packed = ("data.layout=packed", "data.token_budget=4096", "data.max_length=64", "train.anchors_per_sample=8")
+    smaller = ("train.moments=8bit", "train.recompute=layers", "train.offload=moments", "train.logits_mib=64")
+    settings = (f"data.dataset={write_dataset(rows, name='many')}", *packed, *smaller)
+    asked = ("--memory", "1.8GiB", "--profile", profile, "--json")
+    found = json.loads(plan(run_yaml, *settings, *asked).stdout)["fit"]
+    assert found["changes"]["data.token_budget"] < 4096
+    pasted = json.loads(plan(run_yaml, *settings, *found["overrides"], *asked).stdout)["fit"]
+    assert (pasted["changes"], pasted["rate"]) == ({}, found["rate"])
 
 
 def test_computing_again_is_slower(run_yaml: Path, profile: Path) -> None:
@@ -280,12 +322,34 @@ def test_where_nothing_fits_the_least_is_said(run_yaml: Path) -> None:
     quick = ("train.logits_mib=64", "pipeline.credit_gib=0.0625")  # nothing to lower there
     said = plan(run_yaml, *quick, "--memory", "600MiB", status=2)
     wanted = (
-        r"fit cards of 0\.6 GiB: at least, with (.*), \S+ needs .* GiB \(.*\), that is a card of ([\d.]+) GiB\. Use"
+        r"fit cards of 0\.6 GiB: at least, with (.*), \S+ needs .* GiB \(.*\), that is a card of ([\d.]+ GiB)\. Use"
     )
     found = re.search(wanted, said)
     assert found, said
-    would = f"{float(found[2]) + 0.1:.1f}GiB"
-    assert json.loads(plan(run_yaml, *quick, "--memory", would, "--json").stdout)["fit"]["changes"]
+    assert json.loads(plan(run_yaml, *quick, "--memory", found[2], "--json").stdout)["fit"]["changes"]
+
+
+@pytest.mark.parametrize("memory", ["40GiB", "4GiB"])
+def test_of_a_target_off_the_fast_path_no_more_is_said_than_is_known(run_yaml: Path, memory: str) -> None:
+    def said(*changes: str) -> str:
+        return " ".join(plan(run_yaml, *changes, "--memory", memory).output.split())
+
+    kept, off = said(), said("target.fast=off")
+    fit = "the settings fit as they are" if memory == "40GiB" else "changes that fit"
+    assert fit in kept
+    assert "then needs about" in kept
+    assert "estimated" not in kept
+    assert "of a target only what it needs at least is counted: target.fast off needs more" in off
+    assert f"{fit} as far as is estimated" in off
+    assert "the target fits on the drafter's card as far as is estimated" in off
+    assert "then needs at least" in off
+    assert "then needs about" not in off
+    config = Path(load_settings(run_yaml).target.model) / "config.json"
+    other = run_yaml.with_name("other")
+    shutil.copytree(config.parent, other)
+    (other / "config.json").write_text(config.read_text().replace('"model_type": "qwen3"', '"model_type": "olmo2"'))
+    if memory == "40GiB":
+        assert "counted: olmo2 is not known to the fast path: it needs more" in said(f"target.model={other}")
 
 
 def test_what_cannot_be_planned_is_refused(run_yaml: Path) -> None:
@@ -299,6 +363,12 @@ def test_what_cannot_be_planned_is_refused(run_yaml: Path) -> None:
     assert "Set evaluate.device to null" in plan(
         run_yaml, "evaluate.device=cpu", "evaluate.prompts=nowhere.jsonl", "--memory", "24GiB", status=2
     )
+
+
+def test_sizes_that_train_refuses_in_fp8_are_refused(run_yaml: Path) -> None:
+    said = plan(run_yaml, "train.fp8=on", "train.anchor_slots=1000", "--memory", "80GiB", status=2)
+    assert "train.anchor_slots × (drafter.block_size - 1) must be a multiple of 16, got 15,000" in said
+    plan(run_yaml, "train.anchor_slots=1000", "--memory", "80GiB")
 
 
 def test_overrides_are_written_as_the_command_line_takes_them(run_yaml: Path) -> None:

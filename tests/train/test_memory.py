@@ -20,6 +20,7 @@ from paceline.config import DrafterSettings, GuardSettings, TrainSettings
 from paceline.drafter import joined
 from paceline.drafter.attention import fits_tiles
 from paceline.drafter.ends import FrozenEnds
+from paceline.drafter.float8 import check_sizes, product_sizes
 from paceline.drafter.loss import frozen_head_loss
 from paceline.drafter.model import Drafter
 from paceline.records import RunError
@@ -429,20 +430,29 @@ def test_sizes_that_are_advised_fit_and_the_next_larger_ones_do_not(
     assert ("anchors_per_sample too" in said) == (got.get("anchor_slots", 512) < 512)
 
 
+# As docs/how-to/small-cards.md has it: a dearer one only where no combination of cheaper ones would do.
+EIGHT, AGAIN, AWAY = {"moments": "8bit"}, {"recompute": "layers"}, {"offload": "moments"}
+BY_COST = [EIGHT, AGAIN, EIGHT | AGAIN, AWAY, EIGHT | AWAY, AGAIN | AWAY, EIGHT | AGAIN | AWAY]
+
+
 @pytest.mark.parametrize(
     ("room", "changes", "settings"),
     [
+        (43.0, {}, "train.moments to 8bit"),
         (35.0, {}, "train.recompute to layers"),
-        (28.0, {}, "train.recompute to layers and train.moments to 8bit"),
+        (28.0, {}, "train.moments to 8bit and train.recompute to layers"),
         (28.0, {"recompute": "layers"}, "train.moments to 8bit"),
-        (23.0, {}, "train.recompute to layers and train.moments to 8bit and train.offload to moments"),
+        (23.0, {}, "train.recompute to layers and train.offload to moments"),
+        (21.5, {}, "train.moments to 8bit and train.recompute to layers and train.offload to moments"),
+        (20.0, {"context_slots": 4096, "anchor_slots": 256}, "train.moments to 8bit"),
+        (17.5, {"context_slots": 4096, "anchor_slots": 256}, "train.moments to 8bit and train.offload to moments"),
         (30.0, {"optimizer": "muon"}, "train.recompute to layers"),
         (24.0, {"optimizer": "muon"}, None),
         (12.0, {}, None),
     ],
 )
 def test_settings_for_small_cards_are_named_where_they_are_enough(
-    room: float, changes: dict[str, str], settings: str | None
+    room: float, changes: dict[str, Any], settings: str | None
 ) -> None:
     train = SHAPES["qwen3-8b"].train_settings("bfloat16").model_copy(update=changes)
     said = advise(train, room)
@@ -453,8 +463,20 @@ def test_settings_for_small_cards_are_named_where_they_are_enough(
     total = needs(train, **sets)
     assert said.endswith(f" Or set {settings}, with which it needs about {total / GIB:.1f} GiB.")
     assert total <= 0.92 * room * GIB
-    *fewer, _ = sets.items()
-    assert needs(train, **dict(fewer)) > 0.92 * room * GIB
+    for cheaper in BY_COST[: BY_COST.index(sets)]:
+        if train.optimizer == "adamw" or [*cheaper] == ["recompute"]:
+            assert needs(train, **cheaper) > 0.92 * room * GIB
+
+
+def test_sizes_that_are_advised_are_some_that_products_in_fp8_take() -> None:
+    shape = SHAPES["qwen3-8b"]
+    train = shape.train_settings("bfloat16").model_copy(update={"fp8": "on"})
+    for room in range(26, 40):  # together with the context, and then alone
+        sizes = named(advise(train, room))
+        assert sizes["anchor_slots"]
+        check_sizes(product_sizes(shape.drafter, train.model_copy(update=sizes), shape.hidden_size))
+    rules = memory.sizes_for_tiles(shape.drafter, train.model_copy(update={"context_slots": 100, "anchor_slots": 1000}))
+    assert rules.endswith("train.anchor_slots (1,000) must be a multiple of 16")
 
 
 def test_advice_names_what_is_needed_and_what_is_there() -> None:
@@ -486,6 +508,9 @@ def test_an_eager_step_is_told_sizes_with_the_policy_alone() -> None:
     assert needs(train, **{"anchor_slots": named(said)["anchor_slots"]}) <= 0.92 * 36 * GIB
     assert named(said) == named(advise(train, 36))
     assert advise(train, 60, policy="eager").endswith("Set train.policy to compiled or captured.")
+    assert " Or set train.policy to compiled or captured and train.moments to 8bit, with which" in advise(
+        train, 42, policy="eager"
+    )
     least = advise(train, 22.5, policy="eager")
     assert not named(least)
     assert "Set train.policy to compiled or captured and lower drafter.layers" in least

@@ -26,7 +26,7 @@ from paceline.config import DrafterSettings, TrainSettings
 from paceline.records import UserError
 
 E4M3 = torch.float8_e4m3fn
-_TILE = 16  # entries: what torch._scaled_mm wants lengths to be multiples of
+TILE8 = 16  # entries: what torch._scaled_mm wants lengths to be multiples of
 # The smallest scales; below them values underflow. A row of zeros has the smallest one.
 _LEAST = 2.0**-100
 # Of a weight's output, because its gradient is divided by it: the output's gradients must not underflow beside others.
@@ -172,8 +172,8 @@ def check_sizes(sizes: Mapping[str, int]) -> None:
         UserError: the first that is no multiple of 16.
     """
     for name, size in sizes.items():
-        if size % _TILE:
+        if size % TILE8:
             raise UserError(
-                f"With train.fp8: on, {name} must be a multiple of {_TILE}, got {size:,}. Change it, or set train.fp8 "
+                f"With train.fp8: on, {name} must be a multiple of {TILE8}, got {size:,}. Change it, or set train.fp8 "
                 "to off."
             )

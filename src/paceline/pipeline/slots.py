@@ -41,13 +41,17 @@ def written_at_once(settings: RunSettings) -> int:
     return sum(under_way(len(devices)) for devices in settings.replicas)
 
 
+def slots_per_rank(settings: RunSettings, hidden_size: int) -> int:
+    """Return how many slots each rank of a run has, which is how far targets may be ahead of it."""
+    features = settings.train.context_slots * token_bytes(settings, hidden_size)
+    credit, ranks = int(settings.pipeline.credit_gib * 2**30), len(settings.pipeline.drafters)
+    return slot_count(credit, features, replicas=written_at_once(settings), ranks=ranks)
+
+
 def slots_bytes(settings: RunSettings, hidden_size: int) -> int:
-    """Return what all slots of a rank take of its device."""
-    pipeline, train = settings.pipeline, settings.train
-    features = train.context_slots * token_bytes(settings, hidden_size)
-    credit, ranks = int(pipeline.credit_gib * 2**30), len(pipeline.drafters)
-    count = slot_count(credit, features, replicas=written_at_once(settings), ranks=ranks)
-    return count * (features + 8 * train.context_slots)
+    """Return what all slots of a rank take of its device, features and positions."""
+    each = settings.train.context_slots * (token_bytes(settings, hidden_size) + 8)
+    return slots_per_rank(settings, hidden_size) * each
 
 
 def token_bytes(settings: RunSettings, hidden_size: int) -> int:

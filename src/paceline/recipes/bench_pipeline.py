@@ -28,7 +28,7 @@ from paceline.config import RunSettings
 from paceline.drafter.model import Drafter
 from paceline.observe.console import Console
 from paceline.pipeline.listeners import Listeners
-from paceline.pipeline.slots import slot_count, token_bytes, written_at_once
+from paceline.pipeline.slots import slots_per_rank
 from paceline.pipeline.stand_ins import rate_alone, rate_of_stand_ins
 from paceline.pipeline.supervisor import RoleState
 from paceline.pipeline.threads import train_in_threads
@@ -85,18 +85,9 @@ def run_whole(
     """
     with tempfile.TemporaryDirectory() as folder:
         settings = run_settings(work, Path(folder))
-        ahead = -(-slots_of(settings, batches[0]) // work.rank_batches)
+        ahead = -(-slots_per_rank(settings, work.shape.hidden_size) // work.rank_batches)
         warm = ahead + 2 + more_warm_up
         return _run(work, settings, batches, warm + work.steps + ahead, console, on_step), warm
-
-
-def slots_of(settings: RunSettings, batch: FeatureBatch) -> int:
-    """Return the slots of a rank, which is how far targets may be ahead of it."""
-    pipeline = settings.pipeline
-    hidden_size = batch.features_TD.shape[1] // len(settings.drafter.taps)
-    size = settings.train.context_slots * token_bytes(settings, hidden_size)
-    credit, ranks = int(pipeline.credit_gib * 2**30), len(pipeline.drafters)
-    return slot_count(credit, size, replicas=written_at_once(settings), ranks=ranks)
 
 
 def _run(

@@ -10,9 +10,9 @@ from paceline.config import DataSettings, DrafterSettings, PipelineSettings, Run
 from paceline.config_file import dump_settings, explain
 from paceline.data.plan import ROUND
 from paceline.drafter.taps import default_taps
+from paceline.pipeline.cards import usable_of
 from paceline.recipes.evaluator_memory import smallest_device
 from paceline.recipes.mask_token import choose_mask_token
-from paceline.recipes.plan_fit import usable_of
 from paceline.recipes.target_memory import fewest_devices
 from paceline.records import UserError
 from paceline.target.load import TargetFacts, describe

@@ -8,8 +8,8 @@ from paceline.data.chat_template import chat_template, check_known
 from paceline.data.manifest import NAME
 from paceline.data.mixture import Coverage, Mixture, coverage, first_table, open_mixture
 from paceline.observe.console import Console
+from paceline.pipeline.cards import usable_of
 from paceline.recipes.evaluator_memory import smallest_device
-from paceline.recipes.plan_fit import usable_of
 from paceline.recipes.plan_gpus import Asked, best_split
 from paceline.recipes.plan_memory import sizes_of_target
 from paceline.recipes.target_memory import fewest_devices, replica_memory

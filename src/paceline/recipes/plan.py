@@ -16,8 +16,9 @@ from paceline.records import UserError, many
 
 # How to split GPUs among a run's roles, printed and as data; see plan_gpus.
 Split = Callable[[RunSettings, BucketTable, Coverage, Console], dict[str, Any]]
-# Which settings fit a card, printed and as data, told what the evaluator needs; see plan_fit.
-Fits = Callable[[RunSettings, BucketTable, Coverage, Console, int | None], dict[str, Any]]
+# Which settings fit a card, printed and as data, told what an epoch looks like with other settings of the data and what
+# the evaluator needs; see plan_fit.
+Fits = Callable[[RunSettings, Callable[[DataSettings], BucketTable], Coverage, Console, int | None], dict[str, Any]]
 
 
 def plan_epoch(
@@ -58,7 +59,11 @@ def plan_epoch(
     gpus = {"gpus": asked(run, buckets, share, console)} if run and asked else {}
     if run and fits:
         evaluator = (memory.get("evaluator") or {}).get("total")
-        gpus["fit"] = fits(run, buckets, share, console, evaluator)
+
+        def epoch(data: DataSettings) -> BucketTable:
+            return buckets if data == settings else first_table(mixture, data, seed=train.seed)
+
+        gpus["fit"] = fits(run, epoch, share, console, evaluator)
     return {
         **buckets.as_dict(),
         "datasets": _rows_of_datasets(mixture, console),

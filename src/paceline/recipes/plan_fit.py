@@ -1,26 +1,25 @@
 """`paceline plan RUN.yaml --memory 24GiB`: the cheapest settings with which every role fits a card of that size."""
 
-import re
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.config import RunSettings
+from paceline.config import DataSettings, RunSettings
 from paceline.config_file import dump_value
 from paceline.data.mixture import Coverage
 from paceline.data.plan import BucketTable
+from paceline.drafter.float8 import check_sizes, product_sizes
 from paceline.observe.console import Console
-from paceline.recipes.fit_search import Changes, Fit, Shape, changed, measuring, search
+from paceline.pipeline.cards import card_for, usable_of
+from paceline.pipeline.fit_search import Changes, Fit, Shape, changed, measuring, search
 from paceline.recipes.plan_memory import sizes_of_target, target_folder
 from paceline.recipes.plan_rate import expected_rate
-from paceline.recipes.target_memory import replica_memory
+from paceline.recipes.target_memory import beyond_estimate, replica_memory
 from paceline.records import UserError
-from paceline.target.load import describe
-from paceline.train.memory import USABLE, gib, sizes_for_tiles
-
-CONTEXT = 512 << 20  # bytes, about: what CUDA takes for a process beside what torch allocates
-_UNITS = {"GiB": 2**30, "MiB": 2**20, "GB": 10**9, "MB": 10**6}
+from paceline.target.load import describe, load_config
+from paceline.train.memory import gib, sizes_for_tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,32 +30,18 @@ class Card:
     profile: Path | None  # of the machine whose rates are taken
 
 
-def read_memory(text: str) -> int:
-    """Return the bytes that a text such as 24GiB stands for.
-
-    Raises:
-        UserError: it is none.
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(GiB|MiB|GB|MB)", text.strip())
-    if not found or not (size := int(float(found[1]) * _UNITS[found[2]])):
-        raise UserError(f"--memory is a card's memory with its unit, such as 24GiB or 80GB, got {text!r}.")
-    return size
-
-
-def usable_of(memory: int) -> int:
-    """Return what torch may allocate of a card: the rest is CUDA's own, and gaps between blocks."""
-    return int(USABLE * max(memory - CONTEXT, 0))
-
-
 def plan_fit(
     asked: Card,
     run: RunSettings,
-    buckets: BucketTable,
+    epoch: Callable[[DataSettings], BucketTable],
     share: Coverage,
     console: Console,
     evaluator: int | None,
 ) -> dict[str, Any]:
-    """Print which settings to change and what is expected of them, and return it; `evaluator` is what that needs.
+    """Print which settings to change and what is expected of them, and return it.
+
+    `epoch` says what the first epoch looks like, packed rows of which may become shorter; `evaluator` is what that
+    needs.
 
     Raises:
         UserError: nothing fits, and what would is said; or memory is not estimated, and why is said.
@@ -65,15 +50,18 @@ def plan_fit(
     found = search(run, shape, usable)
     if found.most > usable:
         raise UserError(_nothing_fits(found, asked.memory))
-    now = measuring(shape)(run, {})
+    now, beyond = measuring(shape)(run, {}), beyond_estimate(run, _kind(run))
+    so_far = " as far as is estimated" if beyond else ""
     console.line(f"  on cards of {gib(asked.memory)}, of which about {gib(usable)} can be used:")
+    if beyond:
+        console.line(f"  of a target only what it needs at least is counted: {beyond}")
     if found.changes:
-        _tell_changes(found.changes, now, usable, console)
+        _tell_changes(found.changes, now, usable, so_far, console)
     else:
-        console.line("  the settings fit as they are")
-    _tell_needs(found, console)
-    beside = _tell_target(found, shape, usable, console)
-    rate = expected_rate(found.settings, asked.profile, buckets, share, console)
+        console.line(f"  the settings fit as they are{so_far}")
+    _tell_needs(found, bool(beyond), console)
+    beside = _tell_target(found, shape, usable, so_far, console)
+    rate = expected_rate(found.settings, asked.profile, epoch(found.settings.data), share, console)
     return {
         "card": asked.memory,
         "usable": usable,
@@ -84,6 +72,7 @@ def plan_fit(
         "step": found.step.as_dict(),
         "slots": found.slots,
         "target_fits_beside": beside,
+        "target_needs_more": beyond,
         "rate": rate,
     }
 
@@ -117,6 +106,8 @@ def _shape(run: RunSettings, evaluator: int | None) -> Shape:
     facts = describe(str(folder))
     sizes = sizes_of_target(run.target, Console(json=True))
     assert sizes is not None, "its configuration was read"
+    if run.train.fp8 == "on":
+        check_sizes(product_sizes(run.drafter, run.train, sizes["hidden_size"]))  # as train does
     return Shape(
         **sizes,
         layers=max(run.drafter.taps) + 1,
@@ -125,22 +116,27 @@ def _shape(run: RunSettings, evaluator: int | None) -> Shape:
     )
 
 
+def _kind(run: RunSettings) -> str:
+    folder = target_folder(run.target)
+    assert folder is not None, "its shape was read"
+    return str(load_config(folder).model_type)
+
+
 def _nothing_fits(least: Fit, memory: int) -> str:
     device, parts = max(least.needs.items(), key=lambda one: sum(one[1].values()))
     whom = ", ".join(f"{who} {gib(size)}" for who, size in parts.items())
-    card = int(least.most / USABLE) + CONTEXT
     changes = f"with {', '.join(overrides(least.changes))}" if least.changes else "with the settings as they are"
     return (
         f"--memory must leave room for every role, but no settings fit cards of {gib(memory)}: at least, {changes}, "
-        f"{device} needs {gib(least.most)} ({whom}), that is a card of {gib(card)}. Use such cards, or lower "
-        "drafter.layers or train.anchors_per_sample."
+        f"{device} needs {gib(least.most)} ({whom}), that is a card of {card_for(least.most)}. Use such cards, or "
+        "lower drafter.layers or train.anchors_per_sample."
     )
 
 
-def _tell_changes(changes: Changes, now: Fit, usable: int, console: Console) -> None:
+def _tell_changes(changes: Changes, now: Fit, usable: int, so_far: str, console: Console) -> None:
     over = {device: sum(parts.values()) for device, parts in now.needs.items() if sum(parts.values()) > usable}
     needs = " and ".join(f"{device} needs {gib(size)}" for device, size in over.items())
-    console.line(f"  as it is {needs}. The least costly changes that fit, for RUN.yaml:")
+    console.line(f"  as it is {needs}. The least costly changes that fit{so_far}, for RUN.yaml:")
     sections: dict[str, list[str]] = {}
     for key, value in changes.items():
         section, name = key.split(".")
@@ -151,9 +147,11 @@ def _tell_changes(changes: Changes, now: Fit, usable: int, console: Console) -> 
     console.line(f"  or behind it: {shlex.join(overrides(changes))}")
 
 
-def _tell_needs(found: Fit, console: Console) -> None:
+def _tell_needs(found: Fit, more: bool, console: Console) -> None:
+    """Print the parts of each device; `more` says that a target needs more than is counted."""
     for device, parts in found.needs.items():
-        console.line(f"  {device} then needs about {gib(sum(parts.values()))}:")
+        short = more and any(who.startswith("target replica") for who in parts)
+        console.line(f"  {device} then needs {'at least' if short else 'about'} {gib(sum(parts.values()))}:")
         rows: list[tuple[str, int]] = []
         for who, size in parts.items():
             if who.startswith("drafter rank"):
@@ -165,14 +163,14 @@ def _tell_needs(found: Fit, console: Console) -> None:
         console.line(f"  each drafter rank keeps {gib(found.step.host)} of moments in host memory (train.offload)")
 
 
-def _tell_target(found: Fit, shape: Shape, usable: int, console: Console) -> bool:
+def _tell_target(found: Fit, shape: Shape, usable: int, so_far: str, console: Console) -> bool:
     """Return whether a target replica and a drafter rank fit one card with the settings that were found."""
     run = found.settings
     alone = changed(run, {"target.devices_per_replica": 1})
     both = found.step.total + found.slots + sum(shape.replica(alone))
     cards, each = len({*run.devices}), run.target.devices_per_replica
     if both <= usable:
-        console.line("  the target fits on the drafter's card")
+        console.line(f"  the target fits on the drafter's card{so_far}")
     else:
         a_replica = f"{each} cards for each target replica (target.devices_per_replica)" if each > 1 else "one card"
         console.line(

@@ -20,9 +20,10 @@ from paceline.data.mixture import Coverage
 from paceline.data.plan import BucketTable
 from paceline.observe.console import Console
 from paceline.pipeline.slots import token_bytes
+from paceline.recipes.machine_rates import measured_rates, slowest_peer
 from paceline.recipes.plan_memory import target_folder
 from paceline.records import UserError, many
-from paceline.runtime.profile import MachineProfile, Rates, load_profile, profile_path, this_machine
+from paceline.runtime.profile import MachineProfile, Rates
 from paceline.target.load import TargetFacts, describe
 from paceline.target.stages import split_layers
 from paceline.target.weights import layer_entries
@@ -107,29 +108,6 @@ def plan_gpus(
 
 def _best(found: list[Prediction]) -> Prediction:
     return max(found, key=lambda one: one.samples_per_s)
-
-
-def slowest_peer(profile: MachineProfile) -> float | None:
-    """Return the rate of the slowest copies between two GPUs, in GB/s; None where nobody measured them."""
-    return min((speed for row in profile.peer_gb_s for speed in row if speed is not None), default=None)
-
-
-def measured_rates(path: Path | None) -> tuple[MachineProfile, Rates]:
-    """Return a machine's profile, this one's without a path, and the rates of its slowest GPU.
-
-    Raises:
-        UserError: nobody measured them.
-    """
-    place = path or profile_path()
-    profile, reason = load_profile(place, None if path else this_machine())
-    if profile is None:
-        raise UserError(f"What a run makes is predicted from measured rates. {reason}")
-    if not profile.rates:
-        raise UserError(
-            f"What a run makes is predicted from measured rates, but the machine profile {place} has none of a GPU. "
-            "Run `paceline doctor` where the GPUs are, and name its profile with --profile if that is not here."
-        )
-    return profile, min(profile.rates.values(), key=lambda rates: rates.bf16_tflops)  # a step waits for the slowest
 
 
 def facts_of(run: RunSettings) -> TargetFacts:

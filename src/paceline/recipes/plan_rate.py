@@ -9,7 +9,8 @@ from paceline.config import RunSettings
 from paceline.data.mixture import Coverage
 from paceline.data.plan import BucketTable
 from paceline.observe.console import Console
-from paceline.recipes.plan_gpus import Asked, costs_of, facts_of, load_of, measured_rates, slowest_peer
+from paceline.recipes.machine_rates import measured_rates, slowest_peer
+from paceline.recipes.plan_gpus import Asked, costs_of, facts_of, load_of
 from paceline.records import UserError
 
 

@@ -43,6 +43,14 @@ def replica_memory(settings: RunSettings, facts: TargetFacts) -> list[TargetMemo
     ]
 
 
+def beyond_estimate(settings: RunSettings, kind: str) -> str:
+    """Return why a target of this model_type needs more than the estimate, which is that of the fast path; an empty
+    text if it does not."""
+    if settings.target.fast == "off":
+        return "target.fast off needs more, which is not estimated"
+    return "" if kind in PLAIN_TYPES else f"{kind} is not known to the fast path: it needs more, which is not estimated"
+
+
 def fewest_devices(settings: RunSettings, facts: TargetFacts, room: int) -> tuple[int, int] | None:
     """Return the fewest devices of so much room that hold a replica's layers, and what the fullest one then needs, in
     bytes; None where it is too large for one a layer."""
@@ -74,18 +82,16 @@ def plan_target(settings: RunSettings, folder: Path | None, console: Console) ->
         console.line(f"  memory of a target replica not estimated: {error}")
         return None
     parts, split = [part.as_dict() for part in replica_memory(settings, facts)], settings.target.devices_per_replica > 1
-    on_fast = settings.target.fast == "auto" and kind in PLAIN_TYPES
+    beyond = beyond_estimate(settings, kind)
     console.line(
         f"  memory of a target replica on {'each of its GPUs' if split else 'a GPU'}"
-        f"{' at its peak, on the fast path' if on_fast else ', at least'}:"
+        f"{', at least' if beyond else ' at its peak, on the fast path'}:"
     )
     heads = [f"GiB, device {at}" for at in range(1, len(parts) + 1)] if split else ["GiB"]
     rows = [(name, *(f"{part[name] / 2**30:.2f}" for part in parts)) for name in parts[0]]
     console.table("", ("part", *heads), rows)
-    if settings.target.fast == "off":
-        console.line("  target.fast off needs more, which is not estimated")
-    elif not on_fast:
-        console.line(f"  {kind} is not known to the fast path: it needs more, which is not estimated")
+    if beyond:
+        console.line(f"  {beyond}")
     whole = {name: sum(part[name] for part in parts) for name in parts[0]}
     more = {"devices": parts} if split else {}
     return {**whole, **more, "replicas": dict(Counter(settings.pipeline.targets))}

@@ -16,11 +16,13 @@ from dataclasses import asdict, dataclass
 
 from paceline.config import DrafterSettings, TrainSettings
 from paceline.drafter.attention import TILE, fits_tiles
+from paceline.drafter.float8 import TILE8
 from paceline.runtime.compiling import Policy
 from paceline.train import activations
 from paceline.train.activations import Phase
 from paceline.train.flat import padded
 from paceline.train.moments import CHUNK, STAGED, moments_bytes
+from paceline.train.small_cards import LEAST_LOGITS_MIB, cheapest_first, small_card_ladders
 
 # Constants that no shape gives; `benchmarks/step_memory.py` holds the whole estimate against a GPU.
 _WORKSPACE = 96 << 20  # bytes: cuBLAS keeps 32 MiB (Hopper) for each thread and stream: forward, backward, capture
@@ -28,7 +30,6 @@ _WORKSPACE = 96 << 20  # bytes: cuBLAS keeps 32 MiB (Hopper) for each thread and
 # what CUDA graphs keep. On an H200 the 8B shape, then 45.8 GiB by the estimate, reserved 47.5 GiB when compiled (0.96)
 # and 49.4 GiB in the step's benchmark (0.93, with 0.5 GiB of features beside it).
 USABLE = 0.92
-_LEAST_LOGITS_MIB = 64  # of train.logits_mib that is advised: with fewer rows the head's products slow down
 
 _TEMPORARIES: dict[Phase, str] = {
     "loss": "logits and their gradients",
@@ -139,7 +140,7 @@ def sizes_for_tiles(drafter: DrafterSettings, train: TrainSettings) -> str:
         return ""
     if TILE % B:
         return f"drafter.block_size ({B:,}) must divide {TILE}"
-    rules = (("train.context_slots", C, TILE), ("train.anchor_slots", A, anchor_unit(drafter)))
+    rules = (("train.context_slots", C, TILE), ("train.anchor_slots", A, anchor_unit(drafter, train)))
     return " and ".join(f"{key} ({size:,}) must be a multiple of {unit}" for key, size, unit in rules if size % unit)
 
 
@@ -188,10 +189,10 @@ def advice(
         # What ran out although it should fit must become smaller all the same.
         goal = min(usable, int(0.9 * now.total))
     options = _options(drafter, train, lambda **changes: memory(**changes).total, goal)
-    small = _small_card(train, lambda **changes: memory(**changes).total, goal)
+    small = _small_card(train, lambda **changes: memory(**changes).total, goal, policy)
     if options:
         return f"{said}. {lower} {options}.{small}"
-    least = memory(anchor_slots=anchor_unit(drafter), context_slots=TILE, logits_mib=1).total
+    least = memory(anchor_slots=anchor_unit(drafter, train), context_slots=TILE, logits_mib=1).total
     return (
         f"{said}. The smallest micro-batch there is needs {gib(least)}, nearly all of it for weights, gradients, "
         f"moments, embedding and head. {lower} drafter.layers, or use a device with more memory in pipeline.drafters."
@@ -201,7 +202,7 @@ def advice(
 
 def _options(drafter: DrafterSettings, train: TrainSettings, needs: Callable[..., int], goal: int) -> str:
     """Return in words the sizes that bring the step to `goal` bytes; an empty text if none do."""
-    unit = anchor_unit(drafter)
+    unit = anchor_unit(drafter, train)
     A, C, mib = train.anchor_slots, train.context_slots, train.logits_mib
     anchors = _largest_multiple(unit, A, goal, lambda n: needs(anchor_slots=n))
     context = _largest_multiple(TILE, C, goal, lambda n: needs(context_slots=n))
@@ -211,7 +212,7 @@ def _options(drafter: DrafterSettings, train: TrainSettings, needs: Callable[...
         found.append(f"train.anchor_slots from {A:,} to {anchors:,}{_with_anchors(train, anchors)}")
     if context:
         found.append(f"train.context_slots from {C:,} to {context:,}, which no sample may exceed")
-    if logits >= _LEAST_LOGITS_MIB:
+    if logits >= LEAST_LOGITS_MIB:
         found.append(f"train.logits_mib from {mib:,} to {logits:,}")
     if found:
         return " or ".join(found)
@@ -234,22 +235,21 @@ def _together(train: TrainSettings, unit: int, needs: Callable[..., int], goal: 
     )
 
 
-def _small_card(train: TrainSettings, needs: Callable[..., int], goal: int) -> str:
-    """Return in words the fewest of the settings for small cards that bring the step to `goal` bytes, if any do."""
-    changes: dict[str, str] = {}
-    for key, value in (("recompute", "layers"), ("moments", "8bit"), ("offload", "moments")):
-        if getattr(train, key) == value or (train.optimizer == "muon" and key != "recompute"):
-            continue
-        changes[key] = value
-        if (total := needs(**changes)) <= goal:
-            sets = " and ".join(f"train.{key} to {value}" for key, value in changes.items())
+def _small_card(train: TrainSettings, needs: Callable[..., int], goal: int, policy: Policy) -> str:
+    """Return in words the cheapest of the settings for small cards that bring the step to `goal` bytes, if any do."""
+    for changes in cheapest_first(small_card_ladders(train)):
+        if changes and (total := needs(**changes)) <= goal:
+            named = {"policy": "compiled or captured"} if policy == "eager" else {}  # what is needed holds of these
+            sets = " and ".join(f"train.{key} to {value}" for key, value in {**named, **changes}.items())
             return f" Or set {sets}, with which it needs about {gib(total)}."
     return ""
 
 
-def anchor_unit(drafter: DrafterSettings) -> int:
-    """Return the fewest anchors whose slots are whole tiles of attention."""
-    return TILE // math.gcd(TILE, drafter.block_size)
+def anchor_unit(drafter: DrafterSettings, train: TrainSettings) -> int:
+    """Return the fewest anchors whose slots are whole tiles of attention, and rows that products in fp8 take."""
+    unit = TILE // math.gcd(TILE, drafter.block_size)
+    # A * B and A * (B - 1) slots must be multiples of 16 (float8.check_sizes), and so must A, in which they differ.
+    return math.lcm(unit, TILE8) if train.fp8 == "on" else unit
 
 
 def _with_anchors(train: TrainSettings, anchors: int) -> str:

@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import product
 from typing import Any
 
 from pydantic import ValidationError
@@ -17,10 +16,10 @@ from paceline.config import RunSettings, TrainSettings
 from paceline.drafter.attention import TILE
 from paceline.pipeline.slots import slots_bytes
 from paceline.train.memory import StepMemory, anchor_unit, step_memory
+from paceline.train.small_cards import LEAST_LOGITS_MIB, cheapest_first, small_card_ladders
 
 Changes = Mapping[str, Any]  # settings by key
 
-_LEAST_LOGITS_MIB = 64  # with fewer rows the head's products slow down
 _LEAST_CREDIT_GIB = 1 / 16
 _MOST_CARDS = 8  # of a replica
 
@@ -71,20 +70,20 @@ def search(run: RunSettings, shape: Shape, usable: int) -> Fit:
 
 def candidates(run: RunSettings, shape: Shape) -> Iterator[Changes]:
     """Yield all combinations of changes, the cheapest first; none at all is the first one."""
-    for chosen in product(*reversed(ladders(run, shape))):  # the last of them varies fastest: the cheapest
-        yield {key: value for rung in reversed(chosen) for key, value in rung.items()}
+    yield from cheapest_first(ladders(run, shape))
 
 
 def ladders(run: RunSettings, shape: Shape) -> list[list[Changes]]:
     """Return what may be changed, the cheapest first, and for each what it may become, as it is first."""
-    adamw = run.train.optimizer == "adamw"
+    small: list[list[Changes]] = [
+        [{f"train.{key}": value for key, value in rung.items()} for rung in ladder]
+        for ladder in small_card_ladders(run.train)
+    ]
     return [
         _logits(run.train),
         _credit(run.pipeline.credit_gib),
-        _switch("target.features", run.target.features, "fp8"),
-        _switch("train.moments", run.train.moments, "8bit") if adamw else [{}],
-        _switch("train.recompute", run.train.recompute, "layers"),
-        _switch("train.offload", run.train.offload, "moments") if adamw else [{}],
+        [{}] if run.target.features == "fp8" else [{}, {"target.features": "fp8"}],
+        *small,
         _micro_batches(run),
         _places(run, shape),
     ]
@@ -137,12 +136,8 @@ def _is_valid(run: RunSettings) -> bool:
     return True
 
 
-def _switch(key: str, now: str, smaller: str) -> list[Changes]:
-    return [{}] if now == smaller else [{}, {key: smaller}]
-
-
 def _logits(train: TrainSettings) -> list[Changes]:
-    return [{}, *({"train.logits_mib": mib} for mib in _halves(train.logits_mib, _LEAST_LOGITS_MIB))]
+    return [{}, *({"train.logits_mib": mib} for mib in _halves(train.logits_mib, LEAST_LOGITS_MIB))]
 
 
 def _credit(now: float) -> list[Changes]:
@@ -163,7 +158,7 @@ def _micro_batches(run: RunSettings) -> list[Changes]:
     """Return smaller micro-batches, of which a step has more: a step's samples are those of its plan batches, which the
     loader cuts; only packed ones are micro-batches themselves, so a step then takes more of them."""
     train, data = run.train, run.data
-    unit = anchor_unit(run.drafter)
+    unit = anchor_unit(run.drafter, train)
     least_A = min(train.anchor_slots, _up(train.anchors_per_sample, unit))
     least_C = min(train.context_slots, _up(data.max_length, TILE))  # no sample may be longer
     rungs: list[Changes] = [{}]
