@@ -47,6 +47,7 @@ def wait_for(process: subprocess.Popen[str], folder: Path, pattern: str) -> None
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_sigkill(source: Path, tmp_path: Path, tiny_folder: Path) -> None:
     killed = start(source, tmp_path / "killed", tiny_folder)
     workshop = tmp_path / "killed.partial"

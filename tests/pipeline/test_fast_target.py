@@ -74,6 +74,7 @@ def test_micro_batches_that_do_not_fit_what_was_compiled_are_told_of(
     assert of(found, "trained")[0]["recompiles"] == len(of(found, "recompile")) > 0
 
 
+@pytest.mark.slow
 def test_what_cannot_take_the_fast_path_is_refused_for_fp8_alone(
     settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

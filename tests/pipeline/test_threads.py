@@ -61,7 +61,7 @@ def test_replicas_read_the_targets_files_once(settings: Any, monkeypatch: pytest
     assert len(read) == 1
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
 def test_losses_and_weights_are_bit_identical_however_features_are_made(settings: Any, optimizer: str) -> None:
     expected, weights = run(settings("one", train={"optimizer": optimizer}))
     assert len(expected) == 20
@@ -85,7 +85,7 @@ def test_with_features_as_bytes_losses_are_near_and_as_reproducible(settings: An
         assert all(torch.equal(other[key], weights[key]) for key in weights), name
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("batches_per_step", [1, 2])
 def test_two_drafter_ranks_make_the_steps_of_one(settings: Any, optimizer: str, batches_per_step: int) -> None:
     """Sums of sums: only the rounding of a sum in another order differs, whichever rank got how many micro-batches."""

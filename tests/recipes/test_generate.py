@@ -641,6 +641,7 @@ def test_two_commands_do_not_share_a_folder() -> None:
 # --- the built-in engine
 
 
+@pytest.mark.slow
 def test_replicas_and_rounds_give_what_one_replica_gives(tiny: TargetFacts, capsys: pytest.CaptureFixture[str]) -> None:
     written(
         *[{"prompt": f"w{i} w{2 * i}"} for i in range(10, 16)], *[user("w50", f"w{i}", "w53") for i in range(40, 52)]
