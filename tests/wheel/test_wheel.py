@@ -25,11 +25,12 @@ EXTRAS = {"demo", "quantized", "sets", "tensorboard", "wandb", "mlflow", "tracki
 PROBES = ("torch", "cores-and-memory", "limits")
 DOCTOR = f"""
 import json
-from paceline.probe import examine
+from paceline.probe.entries import BY_NAME
+from paceline.probe.examine import examine
 from paceline.probe.finding import Bench
-examine.ENTRIES = tuple(entry for entry in examine.ENTRIES if entry.name in {PROBES!r})
 bench = Bench(devices=0, cache="cache", runs="runs", scratch=".")
-print(json.dumps({{one.name: one.verdict for one in examine.examine(bench, lambda entry: None)}}))
+entries = [BY_NAME[name] for name in {PROBES!r}]
+print(json.dumps({{one.name: one.verdict for one in examine(bench, lambda entry: None, entries)}}))
 """
 METADATA = """
 import json, paceline
