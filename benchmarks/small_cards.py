@@ -48,6 +48,7 @@ from paceline.train.step import DrafterStep
 
 CARDS, NAMES = (24, 40, 80), ("qwen3-4b", "qwen3-8b")
 OFF = 0.1  # share that an estimate may be off
+DEVICE = "cuda:0"
 _LOOK_S = 0.2
 
 
@@ -80,10 +81,10 @@ def measure(card: int, shape: Shape, steps: int) -> dict[str, Any]:
     row: dict[str, Any] = {"changes": overrides(fit.changes), "estimate_gib": gib(fit.most)}
     if fit.most > usable_of(card):
         return row | {"failed": "no settings fit"}
-    device = torch.device("cuda:0")
+    device = torch.device(DEVICE)
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, (card - CONTEXT) / total), device)
-    warm_compiler("cuda:0")
+    warm_compiler(DEVICE)
     with ThreadPoolExecutor(1, thread_name_prefix="drafter rank 0") as pool:
         try:
             row |= pool.submit(trained, fit, shape, steps, device).result()

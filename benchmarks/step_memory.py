@@ -27,6 +27,7 @@ from paceline.runtime.compiling import Policy, warm_compiler
 from paceline.train.memory import StepMemory, step_memory
 from paceline.train.step import DrafterStep
 
+DEVICE = "cuda:0"
 GIB = 2**30
 OFF = 0.1  # share that an estimate may be off
 # A shape, what differs from it, and the policies it is measured under. First those that have not been measured yet.
@@ -65,7 +66,7 @@ def settings_of(shape: Shape, changes: dict[str, Any]) -> tuple[Shape, TrainSett
 def measure(name: str, changes: dict[str, Any], policy: Policy) -> tuple[int, int, StepMemory]:
     """Return the peak of allocated and of reserved bytes of a case, and its estimate."""
     shape, train = settings_of(SHAPES[name], changes)
-    warm_compiler("cuda:0")
+    warm_compiler(DEVICE)
     with ThreadPoolExecutor(1) as pool:
         allocated, reserved = pool.submit(run, shape, train, policy).result()
     sizes = {"hidden_size": shape.hidden_size, "vocab_size": shape.vocab_size}
@@ -74,7 +75,7 @@ def measure(name: str, changes: dict[str, Any], policy: Policy) -> tuple[int, in
 
 def run(shape: Shape, train: TrainSettings, policy: Policy) -> tuple[int, int]:
     """Warm a step up, take two, and return the peaks."""
-    device = torch.device("cuda:0")
+    device = torch.device(DEVICE)
     torch.cuda.set_device(device)
     # On the CPU first: no copy in another format is left on the device.
     embed = torch.randn(shape.vocab_size, shape.hidden_size, dtype=torch.bfloat16)
