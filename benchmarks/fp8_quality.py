@@ -287,11 +287,12 @@ def _side_by_side(
                 if status:
                     print((asked.out / f"{name}.txt").read_text(errors="replace")[-3000:], file=sys.stderr, flush=True)
     finally:
-        _stop(running)
+        _stop(asked.out, running)
 
 
-def _stop(running: dict[str, "subprocess.Popen[bytes]"]) -> None:
-    """Let drafters under way save what they have and end."""
+def _stop(out: Path, running: dict[str, "subprocess.Popen[bytes]"]) -> None:
+    """Let drafters under way save what they have and end, and say how far they were."""
+    told = {name: (out / f"{name}.txt").read_text(errors="replace").strip().splitlines() for name in running}
     for process in running.values():
         process.terminate()
     until = time.monotonic() + GRACE_S
@@ -301,7 +302,7 @@ def _stop(running: dict[str, "subprocess.Popen[bytes]"]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        _say(f"{name} stopped")
+        _say(f"{name} stopped; its last line was: {told[name][-1][:200] if told[name] else ''}")
 
 
 def _seconds(asked: argparse.Namespace) -> float:
