@@ -159,7 +159,7 @@ def test_all_of_it_on_a_cpu_in_two_calls(tmp_path: Path) -> None:
     """Completions, dataset, training with products in e4m3, decoding, verdict; the status says what is missing."""
     out = tmp_path / "out"
     files = ["--prompts", questions(tmp_path / "asked.jsonl", 16), "--held-out", questions(tmp_path / "held.jsonl", 4)]
-    sizes = ["--rows", 48, "--questions", 4, "--max-new-tokens", 8, "--steps", 6, "--seeds", 2, "--at-once", 2]
+    sizes = ["--rows", 48, "--questions", 4, "--max-new-tokens", 8, "--steps", 6, "--seeds", 1, "--at-once", 2]
     command = [sys.executable, FOLDER / "fp8_quality.py", out, *files, *sizes, "--device", "cpu", "--tiny"]
 
     def run(*more: object) -> "subprocess.CompletedProcess[str]":
@@ -169,12 +169,13 @@ def test_all_of_it_on_a_cpu_in_two_calls(tmp_path: Path) -> None:
 
     late = run("--within", 0)
     assert (late.returncode, (out / "dataset").is_dir()) == (1, True), late.stderr
-    assert "bf16-0, fp8-0, bf16-1, fp8-1 not done" in late.stderr
+    assert "bf16-0, fp8-0 not done" in late.stderr
     done = run()
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((out / "result.json").read_text())
-    assert set(result["drafters"]) == {"bf16-0", "fp8-0", "bf16-1", "fp8-1"}
-    assert result["verdict"] in done.stdout
+    assert set(result["drafters"]) == {"bf16-0", "fp8-0"}
+    assert (result["verdict"], result["judged"]["seeds"]) == ("undecided", 1)
+    assert "verdict: undecided (no interval from one seed" in done.stdout
     assert all(one["lossless"] for one in result["drafters"].values()), "measured with the float32 target"
     losses = [result["trained"][f"{arm}-0"]["loss"] for arm in ("bf16", "fp8")]
     assert losses[0] != losses[1], "the second arm's products are others"
