@@ -6,35 +6,39 @@ SmolLM2 answers questions three times each, 20,000 completions in all (`--comple
 generate` made). A drafter is trained on them with each of three seeds, once with everything in bfloat16 and once with
 the products of drafter, frozen head and target in fp8: equally many steps, along a cosine, as many as fit into
 `--seconds` of training in the slower arm. Then the target, in bfloat16 for all of them, decodes held-out questions with
-each drafter, greedily. Printed, and written to OUT/result.json, is the acceptance length of every drafter and the
-difference fp8 - bfloat16 of each question's own, averaged over seeds, with the 95 % interval of a paired bootstrap over
-questions.
+each drafter, greedily. Printed, and written to OUT/result.json as soon as a pair of drafters is done, is the acceptance
+length tau of every drafter, the difference fp8 - bfloat16 of each question's own, averaged over seeds, with the 95 %
+interval of a paired bootstrap over questions, and a verdict (fp8_verdict.py): the same, lower, higher or undecided.
 
-What is finished is not done again, so the work can be split over several calls (`--until` ends one early). Several
-drafters are trained side by side (`--at-once`): the target is small. `--control` trains the second arm in bfloat16,
-too: what is left then is noise.
+What is finished is not done again, and a drafter that is stopped goes on, so the work can be split over several calls:
+`--until` begins no other drafter, `--within` and SIGTERM stop those under way. Several drafters are trained side by
+side (`--at-once`): the target is small. `--control` trains the second arm in bfloat16, too: what is left then is noise.
+The status is 1 where something is not done.
 """
 
 import argparse
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from fp8_verdict import ARMS, compare, table
 
 from paceline.checkpoint.folder import write_whole
 from paceline.checkpoint.store import saved_steps
-from paceline.config import DataSettings, RunSettings, TargetSettings, TrainSettings
+from paceline.config import CheckpointSettings, DataSettings, RunSettings, TargetSettings, TrainSettings
 from paceline.data.prompt_file import Messages
-from paceline.decode.compare import RESAMPLES, paired_bootstrap
+from paceline.drafter.float8 import halves8, linear8
 from paceline.observe.console import Console
+from paceline.pipeline import threads
 from paceline.recipes.evaluate import evaluate
 from paceline.recipes.evaluate_asked import Asking
 from paceline.recipes.generate import generate_completions
@@ -45,9 +49,12 @@ from paceline.recipes.prepare import prepare_dataset
 from paceline.recipes.train import train
 from paceline.runtime.profile import cache_folder
 from paceline.target.load import describe
+from paceline.target.replica import Pace
 from paceline.target.smollm2 import fetch_smollm2
+from paceline.train import step as step_module
 
-ARMS = ("bf16", "fp8")
+GRACE_S = 30.0  # in which a drafter that is stopped saves
+SAVES = 4  # checkpoints while a drafter is trained
 SAMPLES = 3  # answers to a question
 LONGEST = 768  # tokens of a question and its answer that is trained on
 TRIAL_STEPS = 150  # of which the second half is timed
@@ -65,66 +72,34 @@ def main() -> None:
     if asked.arm:
         _one(asked)
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that drafters under way are told
     _check_same(asked)
     folder = fetch_smollm2(cache_folder(), _say)
     if not (out / "dataset").exists():
         _make_dataset(asked, folder)
     steps = asked.steps or _steps(asked)
     names = [f"{arm}-{seed}" for seed in range(asked.seeds) for arm in ARMS]  # pairs first, should the time run out
-    missing = [name for name in names if not (out / name / "evaluation.json").is_file()]
-    _side_by_side(asked, missing, steps)
-    left = [name for name in names if not (out / name / "evaluation.json").is_file()]
-    if left:
-        _say(f"{', '.join(left)} not done: run the same command again")
+    try:
+        left = [name for name in names if not _done(out / name)]
+        _side_by_side(asked, left, steps, on_done=lambda: _tell(asked, steps, show=False))
+    finally:
+        _tell(asked, steps, show=True)
+    if left := [name for name in names if not _done(out / name)]:
+        sys.exit(f"{', '.join(left)} not done: run the same command again")
+
+
+def _tell(asked: argparse.Namespace, steps: int, *, show: bool) -> None:
+    """Write, and show, what comes of the pairs that are done."""
+    out = asked.out
+    seeds = [seed for seed in range(asked.seeds) if all(_done(out / f"{arm}-{seed}") for arm in ARMS)]
+    if not seeds:
         return
-    result = compare([[_evaluation(out / f"{arm}-{seed}") for seed in range(asked.seeds)] for arm in ARMS])
+    result = compare([[_read(out / f"{arm}-{seed}" / "evaluation.json") for seed in seeds] for arm in ARMS], seeds)
     result |= {"steps": steps, "control": asked.control, "gpu": _gpu(asked.device), "torch": torch.__version__}
-    result["train_s"] = {name: _trained(out / name).get("train_s") for name in names}
+    result["trained"] = {f"{arm}-{seed}": _trained(out / f"{arm}-{seed}") for seed in seeds for arm in ARMS}
     write_whole(out / "result.json", json.dumps(result, indent=2) + "\n")
-    print(table(result))
-
-
-def compare(reports: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
-    """Return each drafter's acceptance, and the paired difference of the arms: `reports` are by arm and seed.
-
-    Of a question the tokens a draft cycle gave it on average count, averaged over an arm's seeds. One whose answer had
-    no cycle with some drafter is left out.
-    """
-    asked = {report["prompt_ids_sha256"] for arm in reports for report in arm}
-    assert len(asked) == 1, "all drafters answer the same questions"
-    tau_ASP = np.array([[_taus(report) for report in arm] for arm in reports])
-    used_P = np.isfinite(tau_ASP).all((0, 1))
-    bf16_P, fp8_P = tau_ASP[..., used_P].mean(1)
-    drafters = {
-        f"{arm}-{seed}": {"tau": report["tau_trained"], "lossless": report["lossless"]}
-        for arm, runs in zip(ARMS, reports, strict=True)
-        for seed, report in enumerate(runs)
-    }
-    by_seed = (tau_ASP[1] - tau_ASP[0])[:, used_P].mean(-1)
-    return {
-        "drafters": drafters,
-        "difference_by_seed": [round(float(value), 4) for value in by_seed],
-        "left_out": int((~used_P).sum()),
-        "fp8_against_bf16": paired_bootstrap(fp8_P, bf16_P, resamples=RESAMPLES),
-    }
-
-
-def table(result: dict[str, Any]) -> str:
-    """Return the result as a person reads it."""
-    told = result["fp8_against_bf16"]
-    lines = ["| arm | seed | tau |", "| --- | --- | --- |"]
-    for name, drafter in result["drafters"].items():
-        arm, seed = name.split("-")
-        lines.append(f"| {arm} | {seed} | {drafter['tau']:.3f} |")
-    own, other, difference = (told[what] for what in ("own", "other", "difference"))
-    lines += [
-        "",
-        f"fp8 {own['mean']:.3f}, bf16 {other['mean']:.3f}; difference {difference['mean']:+.4f} "
-        f"({100 * told['confidence']:.0f} %: {difference['low']:+.4f} to {difference['high']:+.4f}), "
-        f"{told['prompts']} questions, "
-        f"{len(result['difference_by_seed'])} seeds, {result['steps']:,} steps each",
-    ]
-    return "\n".join(lines)
+    if show:
+        print(table(result), flush=True)
 
 
 def _arguments() -> argparse.Namespace:
@@ -134,20 +109,23 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--held-out", type=Path, required=True, help="JSONL of questions that are measured on")
     parser.add_argument("--completions", type=Path, help="folder of `paceline generate`, instead of OUT/completions")
     parser.add_argument("--rows", type=int, default=20_000, help="completions that are made")
-    parser.add_argument("--questions", type=int, default=256, help="held-out questions")
+    parser.add_argument("--questions", type=int, default=512, help="held-out questions")
     parser.add_argument("--max-new-tokens", type=int, default=256, help="of a measured answer")
     parser.add_argument("--seconds", type=float, default=60.0, help="longest training of a drafter")
     parser.add_argument("--steps", type=int, help="of training, instead of as many as fit")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--at-once", type=int, default=3, help="drafters that are trained side by side")
     parser.add_argument("--until", type=float, default=math.inf, help="seconds after which no other drafter is begun")
+    parser.add_argument("--within", type=float, default=540.0, help="seconds after which those under way are stopped")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--control", action="store_true", help="bfloat16 in both arms")
     parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)  # a small drafter, to try the script
     parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)  # in a process of its own
     parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--trial", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    asked = parser.parse_args()
+    asked.began = time.monotonic()
+    return asked
 
 
 def _check_same(asked: argparse.Namespace) -> None:
@@ -195,6 +173,8 @@ def _questions(path: Path, count: int) -> list[Messages]:
     """Return the first questions of a file, each a line with `question` or `prompt`."""
     with path.open() as lines:
         rows = [json.loads(line) for _, line in zip(range(count), lines, strict=False)]
+    if len(rows) < count:
+        sys.exit(f"{count:,} questions are asked for, and {path} has {len(rows):,}: ask for fewer.")
     return [[{"role": "user", "content": row.get("question") or row["prompt"]}] for row in rows]
 
 
@@ -203,7 +183,7 @@ def _settings(asked: argparse.Namespace, run: Path, arm: str, seed: int, steps: 
     folder = str(fetch_smollm2(cache_folder(), _say))
     facts = describe(folder)
     mask = choose_mask_token(facts, None)
-    fp8 = "on" if arm == "fp8" and not asked.control else "off"
+    fp8 = "on" if arm == "fp8" and not asked.control and asked.device != "cpu" else "off"
     gpus = [] if asked.device == "cpu" else [asked.device]
     more = {"seed": seed, "max_steps": steps, "epochs": 1000, "schedule": "cosine", "fp8": fp8}
     more["policy"] = "captured" if gpus else "eager"
@@ -215,6 +195,7 @@ def _settings(asked: argparse.Namespace, run: Path, arm: str, seed: int, steps: 
         data=DataSettings(dataset=str(asked.out / "dataset"), max_length=LONGEST, token_budget=sizes["context_slots"]),
         train=TrainSettings.model_validate(sizes | more),
         pipeline=pipeline_for(gpus),
+        checkpoint=CheckpointSettings(every_steps=max(1, steps // SAVES), grace_s=GRACE_S / 2),
     )
 
 
@@ -224,7 +205,8 @@ def _one(asked: argparse.Namespace) -> None:
     run, console = asked.out / name, Console(json=True)
     if not (run / "drafter").exists():
         settings = _settings(asked, run, asked.arm, asked.seed, asked.steps)
-        trained = train(settings, console=console, resume=bool(saved_steps(run)))
+        with _stand_in(asked.arm == "fp8" and asked.device == "cpu" and not asked.control):
+            trained = train(settings, console=console, resume=bool(saved_steps(run)))
         write_whole(run / "trained.json", json.dumps(trained, indent=2, default=str) + "\n")
     if asked.trial:
         return
@@ -234,11 +216,26 @@ def _one(asked: argparse.Namespace) -> None:
         Asking(asked.max_new_tokens),
         device=asked.device,
         dtype="float32" if asked.device == "cpu" else "bfloat16",
-        rows=min(asked.questions, 128),
+        rows=min(asked.questions, 256),
         timed_prompts=0,
         untrained_prompts=0,
         console=console,
     )
+
+
+@contextmanager
+def _stand_in(wanted: bool) -> Iterator[None]:
+    """Let drafter and target compute in e4m3 on a CPU, eagerly, which settings refuse: the script's own rehearsal."""
+    if not wanted:
+        yield
+        return
+    joined, pace_of = step_module.Joined, threads.pace_of
+    step_module.Joined = lambda shape, leaves: joined(shape, leaves, linear8, halves8)  # type: ignore[assignment,misc]
+    threads.pace_of = lambda *_: Pace(fast=True, compiled=False, fp8=True)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        step_module.Joined, threads.pace_of = joined, pace_of  # type: ignore[misc,attr-defined]
 
 
 def _steps(asked: argparse.Namespace) -> int:
@@ -248,6 +245,8 @@ def _steps(asked: argparse.Namespace) -> int:
         return int(json.loads(known.read_text())["steps"])
     trials = [f"trial-{ARMS[at % 2]}-{at}" for at in range(max(2, asked.at_once))]
     _side_by_side(asked, trials, TRIAL_STEPS, trial=True)
+    if failed := [name for name in trials if not (asked.out / name / "drafter").exists()]:
+        sys.exit(f"{', '.join(failed)} not done, so steps cannot be counted: give --steps, or run it again")
     seconds = {name: _seconds_a_step(asked.out / name) for name in trials}
     steps = max(1, int(asked.seconds / max(seconds.values())))
     write_whole(known, json.dumps({"steps": steps, "seconds_a_step": seconds}, indent=2) + "\n")
@@ -263,23 +262,51 @@ def _seconds_a_step(run: Path) -> float:
     return float(sum(part["s"] for part in later) / sum(part["steps"] for part in later))
 
 
-def _side_by_side(asked: argparse.Namespace, names: Sequence[str], steps: int, *, trial: bool = False) -> None:
+def _side_by_side(
+    asked: argparse.Namespace,
+    names: Sequence[str],
+    steps: int,
+    *,
+    trial: bool = False,
+    on_done: Callable[[], None] = lambda: None,
+) -> None:
     """Run each in a process of its own, so many at once; what fails is told with the end of its output."""
-    began, waiting, running = time.monotonic(), list(names), dict[str, subprocess.Popen[bytes]]()
-    while waiting or running:
-        while waiting and len(running) < asked.at_once and time.monotonic() - began < asked.until:
-            name = waiting.pop(0)
-            running[name] = _start(asked, name, steps, trial=trial)
-        if not running:
-            return
-        time.sleep(0.5)
-        for name in [name for name, process in running.items() if process.poll() is not None]:
-            status = running.pop(name).returncode
-            _say(
-                f"{name} {'done' if status == 0 else f'failed with status {status}'}, {time.monotonic() - began:.0f} s"
-            )
-            if status:
-                print((asked.out / f"{name}.txt").read_text()[-3000:], file=sys.stderr)
+    waiting, running = list(names), dict[str, subprocess.Popen[bytes]]()
+    try:
+        while waiting or running:
+            while waiting and len(running) < asked.at_once and _seconds(asked) < min(asked.until, asked.within):
+                name = waiting.pop(0)
+                running[name] = _start(asked, name, steps, trial=trial)
+            if not running or _seconds(asked) >= asked.within:
+                return
+            time.sleep(0.5)
+            for name in [name for name, process in running.items() if process.poll() is not None]:
+                status = running.pop(name).returncode
+                _say(f"{name} {'done' if status == 0 else f'failed with status {status}'}, {_seconds(asked):.0f} s")
+                on_done()
+                if status:
+                    print((asked.out / f"{name}.txt").read_text(errors="replace")[-3000:], file=sys.stderr, flush=True)
+    finally:
+        _stop(asked.out, running)
+
+
+def _stop(out: Path, running: dict[str, "subprocess.Popen[bytes]"]) -> None:
+    """Let drafters under way save what they have and end, and say how far they were."""
+    told = {name: (out / f"{name}.txt").read_text(errors="replace").strip().splitlines() for name in running}
+    for process in running.values():
+        process.terminate()
+    until = time.monotonic() + GRACE_S
+    for name, process in running.items():
+        try:
+            process.wait(max(0.1, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        _say(f"{name} stopped; its last line was: {told[name][-1][:200] if told[name] else ''}")
+
+
+def _seconds(asked: argparse.Namespace) -> float:
+    return time.monotonic() - float(asked.began)
 
 
 def _start(asked: argparse.Namespace, name: str, steps: int, *, trial: bool) -> "subprocess.Popen[bytes]":
@@ -289,25 +316,28 @@ def _start(asked: argparse.Namespace, name: str, steps: int, *, trial: bool) -> 
     given += ["--device", asked.device, "--arm", arm, "--seed", seed, "--steps", str(steps)]
     given += [flag for flag, on in (("--control", asked.control), ("--tiny", asked.tiny)) if on]
     given += ["--trial", name] if trial else []
-    with (asked.out / f"{name}.txt").open("wb") as log:
-        return subprocess.Popen([sys.executable, __file__, *given], stdout=log, stderr=subprocess.STDOUT)
+    # Idle threads of one process must not take the cores from the others.
+    threads_each = str(max(1, (os.cpu_count() or 1) // asked.at_once))
+    environment = {"OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": threads_each, **os.environ}
+    command = [sys.executable, __file__, *given]
+    # In a group of its own: a second SIGTERM, sent to all, would let it end without saving.
+    with (asked.out / f"{name}.txt").open("ab") as log:
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, process_group=0)
 
 
-def _evaluation(run: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((run / "evaluation.json").read_text())
+def _done(run: Path) -> bool:
+    return (run / "evaluation.json").is_file()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text())
     return found
 
 
 def _trained(run: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((run / "trained.json").read_text())
-    return found
-
-
-def _taus(report: dict[str, Any]) -> list[float]:
-    """Return the acceptance length of every question; nan without a cycle."""
-    columns = report["per_prompt"]
-    pairs = zip(columns["cycle_tokens"], columns["cycles"], strict=True)
-    return [tokens / cycles if cycles else math.nan for tokens, cycles in pairs]
+    """Return how fast a drafter was trained; nothing where the process ended between its last step and this."""
+    whole = _read(run / "trained.json") if (run / "trained.json").is_file() else {}
+    return {name: whole.get(name) for name in ("train_s", "loss", "recompiles", "rejected_steps")}
 
 
 def _gpu(device: str) -> str | None:

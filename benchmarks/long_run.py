@@ -73,7 +73,8 @@ def measure(steps: int, folder: Path) -> dict[str, Any]:
             if (at + 1) % EVERY == 0:
                 print(f"{at + 1} steps, {statistics.median(times[-EVERY:]):.3f} s each", file=sys.stderr, flush=True)
     quiet = [t for at, t in enumerate(times) if not writing[at] and at not in saves]
-    usual = {at % len(batches): [] for at in range(len(batches))}
+    quiet = quiet or times  # in a short run
+    usual: list[list[float]] = [[] for _ in batches]  # of each micro-batch
     for at, t in enumerate(times):
         if not writing[at] and at not in saves:
             usual[at % len(batches)].append(t)
@@ -81,7 +82,7 @@ def measure(steps: int, folder: Path) -> dict[str, Any]:
         "steps": steps,
         "batches": len(batches),
         "step_ms": round(1e3 * statistics.median(quiet), 1),
-        "stall_s": [round(times[at] - statistics.median(usual[at % len(batches)]), 3) for at in sorted(saves)],
+        "stall_s": [round(times[at] - statistics.median(usual[at % len(batches)] or quiet), 3) for at in sorted(saves)],
         "while_writing_ms": round(
             1e3 * statistics.median([t for at, t in enumerate(times) if writing[at] and at not in saves] or [0.0]), 1
         ),

@@ -3,6 +3,9 @@
 Usage: python benchmarks/small_cards.py [--steps N] [--at-once N] [--until SECONDS] [--only 24:qwen3-8b ...]
        [--anchor-slots A] [--context-slots C]
 
+Cases side by side (`--at-once`) share the GPU, so memory is each one's own and blocks a second are not: a row says how
+many were asked for.
+
 A case is a card of 24, 40 or 80 GiB and a drafter of Qwen3-4B or Qwen3-8B, alone on it. It takes the settings that the
 plan names, caps torch at the card's memory less what the plan leaves to CUDA (`set_per_process_memory_fraction`), makes
 the slots for features, and trains on them with the captured step as `paceline bench step` does. A line of JSON comes
@@ -14,11 +17,14 @@ not done in time, or was estimated more than a tenth off.
 import argparse
 import dataclasses
 import json
+import os
+import signal
 import statistics
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -42,6 +48,7 @@ from paceline.train.step import DrafterStep
 
 CARDS, NAMES = (24, 40, 80), ("qwen3-4b", "qwen3-8b")
 OFF = 0.1  # share that an estimate may be off
+DEVICE = "cuda:0"
 _LOOK_S = 0.2
 
 
@@ -74,10 +81,10 @@ def measure(card: int, shape: Shape, steps: int) -> dict[str, Any]:
     row: dict[str, Any] = {"changes": overrides(fit.changes), "estimate_gib": gib(fit.most)}
     if fit.most > usable_of(card):
         return row | {"failed": "no settings fit"}
-    device = torch.device("cuda:0")
+    device = torch.device(DEVICE)
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, (card - CONTEXT) / total), device)
-    warm_compiler("cuda:0")
+    warm_compiler(DEVICE)
     with ThreadPoolExecutor(1, thread_name_prefix="drafter rank 0") as pool:
         try:
             row |= pool.submit(trained, fit, shape, steps, device).result()
@@ -154,7 +161,7 @@ def run_case(case: str, asked: argparse.Namespace) -> int:
     """Measure a case in this process and print its row."""
     card, name = case.split(":")
     shape = sized(name, anchor_slots=asked.anchor_slots, context_slots=asked.context_slots)
-    row: dict[str, Any] = {"card_gib": int(card), "shape": name}
+    row: dict[str, Any] = {"card_gib": int(card), "shape": name, "at_once": asked.at_once}
     try:
         row |= measure(int(card) << 30, shape, asked.steps)
     except Exception as error:
@@ -171,12 +178,17 @@ def main(asked: argparse.Namespace, arguments: list[str]) -> int:
         while left and len(running) < asked.at_once and time.monotonic() < until:
             case = left.pop(0)
             command = [sys.executable, __file__, *arguments, "--case", case]
-            running[case] = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            # In a group of its own, which ends with it: compilers of a case that is killed would hold its pipe.
+            environment = {"OMP_WAIT_POLICY": "passive", **os.environ}
+            running[case] = subprocess.Popen(
+                command, stdout=subprocess.PIPE, text=True, env=environment, process_group=0
+            )
         time.sleep(_LOOK_S)
         late = time.monotonic() >= until
         for case, process in list(running.items()):
             if late and process.poll() is None:
-                process.kill()
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
             if process.poll() is None and not late:
                 continue
             output, _ = process.communicate()

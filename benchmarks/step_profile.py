@@ -25,6 +25,7 @@ from paceline.config import TrainSettings
 from paceline.runtime.compiling import warm_compiler
 from paceline.train.step import DrafterStep
 
+DEVICE = "cuda:0"
 ROUNDS = 3
 OTHER = "other"
 # What a kernel's name holds, in this order, and what such a kernel is for.
@@ -46,7 +47,7 @@ def kind_of(name: str) -> str:
 
 def built(name: str, changes: dict[str, str]) -> tuple[DrafterStep, list[Any]]:
     """Return the warm step and micro-batches at the shape."""
-    shape, device = SHAPES[name], torch.device("cuda:0")
+    shape, device = SHAPES[name], torch.device(DEVICE)
     drafter = random_drafter(shape, device)
     narrow = changes.pop("state", "") == "bf16"
     settings = shape.train_settings("bfloat16").model_dump() | {"clip": CLIP} | changes
@@ -80,7 +81,7 @@ def profiled(once: Callable[[], float], count: int) -> dict[str, Any]:
     """Return milliseconds of one of `count` equal pieces that `once` does and takes the mean time of."""
     once()
     plain_ms = once()
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:  # else torch 2.11 warns of lost ones
         profiled_ms = once()
     kernels: Counter[str] = Counter()
     for event in seen.key_averages():
@@ -108,7 +109,7 @@ def show(what: str, found: dict[str, Any]) -> None:
 
 def main(name: str = "qwen3-8b-2x3072", *changes: str) -> None:
     """Profile a step at the shape under the settings."""
-    warm_compiler("cuda:0")
+    warm_compiler(DEVICE)
     with ThreadPoolExecutor(1) as pool:
         found = pool.submit(measure, name, dict(change.split("=", 1) for change in changes)).result()
     show(f"{name} {' '.join(changes)}, a step", found)

@@ -68,6 +68,26 @@ def test_ours_is_held_against_the_fastest_peer(monkeypatch: pytest.MonkeyPatch):
     assert [row.get("ratio_to_best_peer") for row in rows] == [None, None, None, 1.5]
 
 
+def test_a_policy_that_fails_takes_no_other_with_it(monkeypatch: pytest.MonkeyPatch):
+    """What the eager step needs at large shapes no GPU has, and it comes first."""
+    able = {"compiled"}
+
+    def measured(work: object, job: object, policy: str, since: float) -> dict[str, Any]:
+        if policy not in able:
+            raise RunError(f"The step failed: OutOfMemoryError: {policy}")
+        return {"who": "paceline", "policy": policy, "blocks_per_s": 9.0}
+
+    monkeypatch.setattr(step, "_in_process", measured)
+    both = ["--shape", "tiny", "--policy", "eager", "--policy", "compiled", "--json"]
+    rows = json.loads(run(*both).stdout)
+    assert [(row["policy"], row["blocks_per_s"], row.get("failed")) for row in rows] == [
+        ("eager", None, "The step failed: OutOfMemoryError: eager"),
+        ("compiled", 9.0, None),
+    ]
+    able.clear()
+    assert str(run(*both).exception) == "The step failed: OutOfMemoryError: compiled"
+
+
 @pytest.mark.parametrize(
     ("options", "found", "message"),
     [

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from paceline.bench.features import feature_batches
-from paceline.bench.shapes import SHAPES
+from paceline.bench.shapes import SHAPES, Shape
 from paceline.bench.weights import random_drafter, random_ends
+from paceline.config import DrafterSettings, TrainSettings
 from paceline.drafter.float8 import linear8, transposed
 from paceline.runtime.compiling import Policy, forbid_recompiles, warm_compiler
 from paceline.train.step import DrafterStep
@@ -91,3 +92,42 @@ def test_a_captured_step_learns_as_in_bfloat16() -> None:
     learnt = [6 * found[0] - sum(found[-6:]) for found in (eight, plain)]
     assert learnt[0] == pytest.approx(learnt[1], rel=0.1)  # 0.035 was seen
     assert eight != plain
+
+
+@pytest.mark.parametrize("fp8", ["off", "on"])
+def test_a_step_of_the_comparison_with_bfloat16_is_right_and_learns(fp8: str) -> None:
+    """At the sizes of benchmarks/fp8_quality.py, where three heads share keys, as no other shape here has it."""
+    own = DrafterSettings(
+        block_size=8,
+        layers=4,
+        taps=(1, 8, 14, 20, 27),
+        mask_token_id=5,
+        heads=9,
+        kv_heads=3,
+        head_dim=64,
+        intermediate_size=1536,
+        rope_theta=1e5,
+    )
+    sizes = {"context_slots": 4096, "anchor_slots": 768, "anchors_per_sample": 48}
+    shape = Shape("smollm2", own, 576, 49_152, *sizes.values(), lengths=(340,) * 12, tied=True)
+    warm_compiler("cuda:0")
+
+    def body() -> list[float]:
+        torch.cuda.set_device(DEVICE)
+        train = TrainSettings.model_validate({**sizes, "logits_mib": 1024, "fp8": fp8, "policy": "captured"})
+        ends = random_ends(shape, DEVICE, torch.bfloat16)
+        step = DrafterStep(random_drafter(shape, DEVICE), ends, train, policy="captured")
+        step.warm()  # which holds it against plain code
+        batch, found = feature_batches(shape, DEVICE, torch.bfloat16)[0], []
+        for _ in range(24):
+            step.load(batch)
+            step.micro()
+            step.update(1e-3)
+            found.append((step.micro_sums[0] / step.micro_sums[1]).item())
+            step.clear()
+        return found
+
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(body).result()
+    assert found[0] == pytest.approx(10.8, abs=0.3)  # ln 49,152: nothing is learnt yet
+    assert found[-1] < 0.95 * found[0]

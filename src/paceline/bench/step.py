@@ -44,7 +44,7 @@ def bench_step(
 
     Raises:
         UserError: a peer is not here, or the work is not one that peers, the number format or the device can do.
-        RunError: a policy failed; its cause is told. Of a peer that fails a row says why.
+        RunError: every policy failed; the last one's cause is told. Of one that fails a row says why, as of a peer.
     """
     _check(work, policies, peers)
     rows: list[dict[str, Any]] = []
@@ -59,11 +59,16 @@ def bench_step(
     best = max((row["blocks_per_s"] for row in rows if row["blocks_per_s"]), default=None)
     for policy in policies:
         console.stage(f"{work.shape.name} {policy}")
-        row = _in_process(work, _in_thread, policy, time.time())
-        row["ratio_to_best_peer"] = best and round(row["blocks_per_s"] / best, 3)
+        try:
+            row = _in_process(work, _in_thread, policy, time.time())
+            row["ratio_to_best_peer"] = best and round(row["blocks_per_s"] / best, 3)
+        except RunError as error:
+            row = {"who": OURS, "policy": policy, "blocks_per_s": None, "failed": str(error)}
         rows.append(row)
         console.line(brief(row, *_FIRST))
     show_rows(rows, console)
+    if policies and all("failed" in row for row in rows[-len(policies) :]):
+        raise RunError(rows[-1]["failed"])
     return rows
 
 

@@ -58,9 +58,11 @@ def sides_and_whole(
     console.stage(f"{work.name} on {', '.join(work.devices)}, {how}: target features alone")
     batches = micro_batches(work)
     target_s = target_alone(work, batches)
+    console.line(f"  {1e3 * target_s:.1f} ms a micro-batch")  # told at once: the whole run may not come to its end
     let_go(work.devices)
     console.stage("drafter step alone")
     step_s = step_alone(work, batches)
+    console.line(f"  {1e3 * step_s:.1f} ms a micro-batch")
     let_go(work.devices)
     console.stage("whole run")
     whole, warm = run_whole(work, batches, console, more_warm_up=more_warm_up, on_step=on_step)
