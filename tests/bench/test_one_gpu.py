@@ -34,7 +34,7 @@ def judged(one_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     """Return a function that runs a part as on a GPU whose commands print `answers`, and says which bars are met."""
 
     def run(part: str, answers: Answers) -> dict[str, bool | None]:
-        monkeypatch.setattr(one_gpu, "run", lambda asked, log, *command, cache=None: answers(command))
+        monkeypatch.setattr(one_gpu, "run", lambda asked, log, *command, **how: answers(command))
         found = importlib.import_module("parts").Found()
         one_gpu.PARTS[part].body(argparse.Namespace(device="cuda", out=tmp_path), found)
         return {row.what: row.met for row in found.rows if row.bar}
@@ -135,7 +135,10 @@ def test_throughput_is_held_to_its_bars(judged: Judged, good: bool) -> None:
 def test_a_command_that_fails_says_so_with_its_last_words(one_gpu: ModuleType, tmp_path: Path) -> None:
     asked = argparse.Namespace(device="cpu", out=tmp_path)
     with pytest.raises(one_gpu.RunError, match="failed with status 3; the end of .*log:\nso it was"):
-        one_gpu.run(asked, "log", "-c", "import sys; print('so it was', file=sys.stderr); sys.exit(3)")
+        one_gpu.run(asked, "log", "-c", "import sys; print('so it was', file=sys.stderr); sys.exit(3)", fine=1)
+    assert one_gpu.run(asked, "log", "-c", "import sys; print('a row'); sys.exit(1)", fine=1) == "a row\n"
+    with pytest.raises(one_gpu.RunError, match="status -9"):
+        one_gpu.run(asked, "log", "-c", "import os; os.kill(os.getpid(), 9)", fine=1)
 
 
 @pytest.mark.slow
