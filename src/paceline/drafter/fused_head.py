@@ -15,11 +15,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from paceline.drafter.e4m3 import E4M3, TILE8, product8
+from paceline.drafter.e4m3 import E4M3, TILE8, product8, quantize_by_powers
 from paceline.records import UserError
 
-_LARGEST = torch.finfo(E4M3).max
 _SLAB = 8192  # rows that are quantized at a time
+# The smallest scale of a row, that of zeros: the bound of a gradient that follows from it is far from underflow, and a
+# row whose largest value is 448 times this, 4e-10, is of full precision.
+_LEAST_ROW = 2.0**-40
 
 
 class FrozenHead8(NamedTuple):
@@ -48,20 +50,18 @@ def head_in_fp8(head_VH: Float[Tensor, "V H"]) -> FrozenHead8:
             "off."
         )
     W = -(-V // TILE8) * TILE8
-    largest_V = head_VH.abs().amax(1).float() / _LARGEST
-    scale_W = torch.ones(W, device=head_VH.device)
-    scale_W[:V] = torch.ldexp(scale_W[:V], torch.frexp(largest_V).exponent)
+    scale_W1 = torch.ones(W, 1, device=head_VH.device)
     weight_WH = torch.zeros(W, H, dtype=E4M3, device=head_VH.device)
     for at in range(0, V, _SLAB):
         part = slice(at, min(V, at + _SLAB))
-        weight_WH[part] = (head_VH[part].float() / scale_W[part, None]).to(E4M3)
+        weight_WH[part], scale_W1[part] = quantize_by_powers(head_VH[part], least=_LEAST_ROW)
     return FrozenHead8(
         weight_WH=weight_WH,
         turned_HW=weight_WH.view(torch.uint8).t().contiguous().view(E4M3),
-        scale_W1=scale_W[:, None],
-        steps_W=scale_W.bfloat16(),
+        scale_W1=scale_W1,
+        steps_W=scale_W1[:, 0].bfloat16(),
         ones_H1=torch.ones(H, 1, device=head_VH.device),
-        largest_step=float(scale_W[:V].max()),
+        largest_step=float(scale_W1[:V].max()),
         plain_VH=head_VH,
         vocab=V,
     )
