@@ -69,17 +69,17 @@ def predicted(
     work: PipelineWork, folder: Path, profile: Path, *, gpus: Sequence[int], per_step: int
 ) -> dict[int, list[dict[str, Any]]]:
     """Return the splits that `paceline plan --gpus N` lists for the samples of `work`, by N; see bench.predict."""
-    shape = work.shape
+    shape, fp8 = work.shape, "on" if work.fp8 else "off"
     write_target(work, folder / "target", real=False)
     (length,) = set(shape.lengths)
     write_sparse_dataset(folder / "dataset", np.full(64 * len(shape.lengths), length, dtype=np.int32))
     settings = RunSettings.model_validate(
         {
             "run_dir": str(folder / "run"),
-            "target": {"model": str(folder / "target"), "dtype": work.dtype},
+            "target": {"model": str(folder / "target"), "dtype": work.dtype, "fp8": fp8},
             "drafter": shape.drafter.model_dump(),
             "data": {"dataset": str(folder / "dataset"), "align": length, "token_budget": length * len(shape.lengths)},
-            "train": {**shape.train_settings(work.dtype).model_dump(), "batches_per_step": per_step},
+            "train": {**shape.train_settings(work.dtype).model_dump(), "batches_per_step": per_step, "fp8": fp8},
         }
     )
     path = folder / "RUN.yaml"

@@ -22,9 +22,11 @@ from paceline.observe.console import Console
 from paceline.pipeline.slots import token_bytes
 from paceline.recipes.machine_rates import measured_rates, slowest_peer
 from paceline.recipes.plan_memory import target_folder
+from paceline.recipes.plan_pace import expected_pace
 from paceline.records import UserError, many
 from paceline.runtime.profile import MachineProfile, Rates
 from paceline.target.load import TargetFacts, describe
+from paceline.target.replica import Pace
 from paceline.target.stages import split_layers
 from paceline.target.weights import layer_entries
 from paceline.train.memory import step_memory
@@ -40,17 +42,18 @@ class Asked:
     step_rate: float | None  # blocks
 
 
-def best_split(asked: Asked, run: RunSettings, buckets: BucketTable, share: Coverage) -> tuple[Prediction, str]:
-    """Return the split that should make most samples a second, and how it is called.
+def best_split(asked: Asked, run: RunSettings, buckets: BucketTable, share: Coverage) -> tuple[Prediction, str, str]:
+    """Return the split that should make most samples a second, how it is called, and how its targets compute.
 
     Raises:
         UserError: nobody measured the GPUs, or the target's shape is not known.
     """
     profile, rates = measured_rates(asked.profile)
     facts = facts_of(run)
-    load = load_of(run, facts, buckets, share)
-    best = _best(_predict(run, asked.gpus, load, costs_of(run, asked, facts, load, rates, slowest_peer(profile))))
-    return best, _words(best)
+    load, (pace, how) = load_of(run, facts, buckets, share), expected_pace(run, facts, profile)
+    cost = costs_of(run, asked, facts, load, rates, peer_gb_s=slowest_peer(profile), pace=pace)
+    best = _best(_predict(run, asked.gpus, load, cost))
+    return best, _words(best), how
 
 
 def _predict(run: RunSettings, gpus: int, load: Load, cost: Costs) -> list[Prediction]:
@@ -81,10 +84,13 @@ def plan_gpus(
     profile, rates = measured_rates(asked.profile)
     facts = facts_of(run)
     load, peer = load_of(run, facts, buckets, share), slowest_peer(profile)
-    cost = costs_of(run, asked, facts, load, rates, peer)
+    pace, how = expected_pace(run, facts, profile)
+    cost = costs_of(run, asked, facts, load, rates, peer_gb_s=peer, pace=pace)
     found = _predict(run, asked.gpus, load, cost)
     best = _best(found)
     console.line(f"  {many(asked.gpus, 'GPU')}, predicted from {_source(asked, profile)}:")
+    if not asked.target_rate:
+        console.line(f"  targets {how}")
     console.table(
         "", ("targets", "drafters", "targets/s", "drafters/s", "samples/s", "limited by"), [_row(one) for one in found]
     )
@@ -99,6 +105,7 @@ def plan_gpus(
         "gpus": asked.gpus,
         "rates": rates.model_dump(),
         "peer_gb_s": peer,
+        "pace": {**asdict(pace), "targets": how},
         "load": asdict(load),
         "seconds": asdict(cost),
         "splits": [asdict(one) for one in found],
@@ -143,9 +150,20 @@ def load_of(run: RunSettings, facts: TargetFacts, buckets: BucketTable, share: C
 
 
 def costs_of(
-    run: RunSettings, asked: Asked, facts: TargetFacts, load: Load, rates: Rates, peer_gb_s: float | None
+    run: RunSettings,
+    asked: Asked,
+    facts: TargetFacts,
+    load: Load,
+    rates: Rates,
+    *,
+    peer_gb_s: float | None,
+    pace: Pace,
 ) -> Costs:
-    """Return what each part of a run takes, predicted, or as it is told in `asked`."""
+    """Return what each part of a run takes, predicted, or as it is told in `asked`.
+
+    Raises:
+        UserError: products in fp8 are asked for, and nobody measured them.
+    """
     C, A = run.train.context_slots, run.train.anchor_slots
     step = step_flops(run.drafter, facts, context_slots=C, anchor_slots=A, seen=load.tokens / 2)
     if run.train.recompute == "layers":
@@ -154,8 +172,16 @@ def costs_of(
     if (each := run.target.devices_per_replica) > 1:
         embedding, layers = layer_entries(facts.folder, max(run.drafter.taps))
         forward *= slowest_share(split_layers(layers, embedding, each))
-    eight = run.train.moments == "8bit"
-    cost = costs(load, rates, target_flops=forward, step_flops=step, peer_gb_s=peer_gb_s, moments_in_bytes=eight)
+    cost = costs(
+        load,
+        rates,
+        target_flops=forward,
+        step_flops=step,
+        peer_gb_s=peer_gb_s,
+        pace=Pace() if asked.target_rate else pace,  # what is told needs no rate of a product
+        step8=run.train.fp8 == "on" and not asked.step_rate,
+        moments_in_bytes=run.train.moments == "8bit",
+    )
     if asked.target_rate:
         cost = replace(cost, target=load.tokens / asked.target_rate)
     return replace(cost, micro=A / asked.step_rate) if asked.step_rate else cost
