@@ -10,8 +10,7 @@ from paceline.data.mixture import Coverage
 from paceline.data.plan import BucketTable
 from paceline.observe.console import Console
 from paceline.recipes.machine_rates import measured_rates, slowest_peer
-from paceline.recipes.plan_gpus import Asked, costs_of, facts_of, load_of
-from paceline.recipes.plan_pace import expected_pace
+from paceline.recipes.plan_costs import costs_of, expected_pace, facts_of, load_of
 from paceline.records import UserError
 
 
@@ -28,11 +27,11 @@ def expected_rate(
         console.line("  rate not predicted: some roles share a card, and not one of each on every card")
         return None
     facts, each = facts_of(run), run.target.devices_per_replica
-    load, asked = load_of(run, facts, buckets, share), Asked(len(run.devices), None, None, None)
+    load = load_of(run, facts, buckets, share)
     try:
         made, rates = measured_rates(profile)
         pace, how = expected_pace(run, facts, made)
-        cost = costs_of(run, asked, facts, load, rates, peer_gb_s=slowest_peer(made), pace=pace)
+        cost = costs_of(run, facts, load, rates, peer_gb_s=slowest_peer(made), pace=pace)
     except UserError as error:
         console.line(f"  rate unknown: {error} `paceline bench step` measures a drafter's step.")
         return None
