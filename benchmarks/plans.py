@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from parts import Found
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
 from paceline.bench.pipeline import PipelineWork
 from paceline.bench.sparse import write_sparse_dataset
@@ -69,17 +69,17 @@ def predicted(
     work: PipelineWork, folder: Path, profile: Path, *, gpus: Sequence[int], per_step: int
 ) -> dict[int, list[dict[str, Any]]]:
     """Return the splits that `paceline plan --gpus N` lists for the samples of `work`, by N; see bench.predict."""
-    shape = work.shape
+    shape, fp8 = work.shape, "on" if work.fp8 else "off"
     write_target(work, folder / "target", real=False)
     (length,) = set(shape.lengths)
     write_sparse_dataset(folder / "dataset", np.full(64 * len(shape.lengths), length, dtype=np.int32))
     settings = RunSettings.model_validate(
         {
             "run_dir": str(folder / "run"),
-            "target": {"model": str(folder / "target"), "dtype": work.dtype},
+            "target": {"model": str(folder / "target"), "dtype": work.dtype, "fp8": fp8},
             "drafter": shape.drafter.model_dump(),
             "data": {"dataset": str(folder / "dataset"), "align": length, "token_budget": length * len(shape.lengths)},
-            "train": {**shape.train_settings(work.dtype).model_dump(), "batches_per_step": per_step},
+            "train": {**shape.train_settings(work.dtype).model_dump(), "batches_per_step": per_step, "fp8": fp8},
         }
     )
     path = folder / "RUN.yaml"
@@ -100,22 +100,8 @@ def predicted(
 
 def write_target(work: PipelineWork, folder: Path, *, real: bool) -> int:
     """Write a target of this shape as its files would be and return their bytes; `real` weights are random numbers."""
-    target = work.target
-    config = Qwen3Config(
-        vocab_size=target.vocab_size,
-        hidden_size=target.hidden_size,
-        intermediate_size=target.intermediate_size,
-        num_hidden_layers=target.layers + BESIDE,
-        num_attention_heads=target.heads,
-        num_key_value_heads=target.kv_heads,
-        head_dim=target.head_dim,
-        max_position_embeddings=40_960,
-        rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-        architectures=["Qwen3ForCausalLM"],
-    )
+    config = work.target.config(work.target.layers + BESIDE)
+    config.architectures = ["Qwen3ForCausalLM"]
     config.save_pretrained(folder)
     with torch.device("meta"):
         shapes = {name: tuple(weight.shape) for name, weight in Qwen3ForCausalLM(config).state_dict().items()}

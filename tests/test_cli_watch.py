@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from told_run import Event, begin, sample_event, step_event, told
+from told_run import Event, append, begin, sample_event, step_event, told
 
 from paceline.checkpoint.folder import claimed
 from paceline.cli_options import plain
@@ -54,16 +54,10 @@ def ended_status() -> Callable[..., int]:
     return run
 
 
-def write(run: Path, *events: Event) -> None:
-    run.mkdir(exist_ok=True)
-    with (run / "events.jsonl").open("a") as file:
-        file.writelines(json.dumps(event) + "\n" for event in events)
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     folder = tmp_path / "run"
-    write(folder, *begin(), step_event(4, 1010.0), sample_event(1011.0, {"data": 0.1}, {"features": 0.4}))
+    append(folder, *begin(), step_event(4, 1010.0), sample_event(1011.0, {"data": 0.1}, {"features": 0.4}))
     return folder
 
 
@@ -72,7 +66,7 @@ FINISHED = told("trained", 1020.0, run="r", drafter="r/drafter", train_steps=5, 
 
 @pytest.mark.parametrize("via", [[], ["--via", "env X=1"]])
 def test_once_in_words(run: Path, watch: Callable[..., Ran], via: list[str]) -> None:
-    write(run, FINISHED)
+    append(run, FINISHED)
     status, out, err = watch(run, "--once", *via)
     assert (status, err) == (0, "")
     assert "finished" in out.splitlines()[0]
@@ -83,7 +77,7 @@ def test_once_in_words(run: Path, watch: Callable[..., Ran], via: list[str]) -> 
 
 @pytest.mark.parametrize("via", [[], ["--via", "env X=1"]])
 def test_once_as_json(run: Path, watch: Callable[..., Ran], via: list[str]) -> None:
-    write(run, step_event(5, 1012.0, loss="nan", grad_norm="inf"))
+    append(run, step_event(5, 1012.0, loss="nan", grad_norm="inf"))
     with claimed(run):
         status, out, err = watch(run, "--once", "--json", *via)
     assert (status, err) == (3, "")
@@ -105,7 +99,7 @@ def test_once_as_json(run: Path, watch: Callable[..., Ran], via: list[str]) -> N
     ],
 )
 def test_other_ends(run: Path, watch: Callable[..., Ran], last: Event | None, status: int) -> None:
-    write(run, *([last] if last else []))
+    append(run, *([last] if last else []))
     assert watch(run, "--once")[0] == status
     assert watch(run)[0] == status
     assert watch(run, "--json")[0] == status
@@ -120,9 +114,9 @@ def looking(monkeypatch: pytest.MonkeyPatch, *between: Callable[[], Any]) -> Non
 def test_lines_where_there_is_no_terminal(
     run: Path, watch: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write(run, *(told("checkpoint", 1011.0, steps=step, bytes=0, copy_s=0, write_s=0) for step in range(20)))
+    append(run, *(told("checkpoint", 1011.0, steps=step, bytes=0, copy_s=0, write_s=0) for step in range(20)))
     with claimed(run):
-        looking(monkeypatch, lambda: write(run, step_event(5, 1030.0)), lambda: None, lambda: write(run, FINISHED))
+        looking(monkeypatch, lambda: append(run, step_event(5, 1030.0)), lambda: None, lambda: append(run, FINISHED))
         status, out, err = watch(run)
     assert (status, err) == (0, "")
     lines = out.splitlines()
@@ -133,7 +127,7 @@ def test_lines_where_there_is_no_terminal(
 
 def test_json_line_by_line(run: Path, watch: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> None:
     with claimed(run):
-        looking(monkeypatch, lambda: write(run, step_event(5, 1012.0)), lambda: None, lambda: write(run, FINISHED))
+        looking(monkeypatch, lambda: append(run, step_event(5, 1012.0)), lambda: None, lambda: append(run, FINISHED))
         status, out, err = watch(run, "--json")
     assert (status, err) == (0, "")
     told = [json.loads(line) for line in out.splitlines()]
@@ -199,8 +193,8 @@ def test_a_signal_leaves_nothing_behind(
 
 def test_bad_input(run: Path, tmp_path: Path, watch: Callable[..., Ran]) -> None:
     (tmp_path / "empty").mkdir()
-    write(tmp_path / "newer", {"schema": 2, "t": 1.0, "event": "started"})
-    write(tmp_path / "strange", *begin(), told("step", 1010.0))
+    append(tmp_path / "newer", {"schema": 2, "t": 1.0, "event": "started"})
+    append(tmp_path / "strange", *begin(), told("step", 1010.0))
     for arguments, sentence in (
         ([tmp_path / "nowhere"], f"A run is a folder, but {tmp_path / 'nowhere'} is not there. Name the run_dir of a "),
         ([run / "events.jsonl"], f"A run is a folder, but {run / 'events.jsonl'} is a file. Name the run_dir of a "),
@@ -230,17 +224,17 @@ def test_every_key_is_documented(run: Path, watch: Callable[..., Ran]) -> None:
 
 
 def test_a_pipe_that_nobody_reads_says_nothing_of_the_run(run: Path, ended_status: Callable[..., int]) -> None:
-    write(run, FINISHED)
+    append(run, FINISHED)
     assert ended_status("watch", run) == 0
     assert ended_status("watch", run, "--json") == 0
     with claimed(run):
-        write(run, told("resumed", 1021.0, steps=5, settings={}))
+        append(run, told("resumed", 1021.0, steps=5, settings={}))
         assert ended_status("watch", run, "--json") == 3
 
 
 @pytest.mark.parametrize("how", [["--once"], [], ["--once", "--json"], ["--json"]])
 def test_what_cannot_be_shown_is_no_run_that_failed(run: Path, how: list[str]) -> None:
-    write(run, FINISHED)
+    append(run, FINISHED)
     command = [sys.executable, "-m", "paceline", "watch", str(run), *how]
     with Path("/dev/full").open("w") as full:
         ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
@@ -264,7 +258,7 @@ def test_events_that_are_nested_too_deep(tmp_path: Path, watch: Callable[..., Ra
 
 
 def test_a_terminal_that_has_ascii_alone(run: Path) -> None:
-    write(run, told("failed", 1012.0, message="Пауза."))
+    append(run, told("failed", 1012.0, message="Пауза."))
     command = [sys.executable, "-m", "paceline", "watch", str(run), "--once"]
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "80"}
     ended = subprocess.run(command, capture_output=True, check=False, env=environment)

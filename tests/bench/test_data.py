@@ -15,7 +15,7 @@ from rich.console import Console as RichConsole
 
 from paceline.bench import child, data, stream, texts
 from paceline.bench.lengths import run_lengths
-from paceline.bench.memory import OwnPeak, TreePeak, memory_of
+from paceline.bench.memory import memory_of, own_peak, tree_peak
 from paceline.bench.processes import Ran, run_child
 from paceline.bench.sparse import write_sparse_dataset
 from paceline.data.manifest import load_manifest
@@ -148,7 +148,7 @@ def test_memory_of_a_tree_holds_grandchildren() -> None:
     grandchild = "import time; held = bytearray(64 << 20); time.sleep(1)"
     child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {grandchild!r}])"
     process = subprocess.Popen([sys.executable, "-c", child])
-    with TreePeak(process.pid) as peak:
+    with tree_peak(process.pid) as peak:
         process.wait()
     assert 64 < peak.mib < 200
     assert peak.processes == 2
@@ -164,7 +164,7 @@ def hold(mib: int) -> None:
 
 def test_a_peak_is_seen_that_is_gone_at_the_end() -> None:
     before = memory_of()["RssAnon"]
-    with OwnPeak() as peak:
+    with own_peak() as peak:
         time.sleep(0.05)
         hold(64)
     assert 64 <= peak.mib - before < 80

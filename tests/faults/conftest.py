@@ -162,6 +162,27 @@ class Lab:
         assert child.status() == 0, child.text()
         return run
 
+    def killed(
+        self, run: Path, seed: int, kills: int, fault: tuple[str, dict[str, object]] | None = None
+    ) -> tuple[list[str], int]:
+        """Kill a run `kills` times at moments drawn by `seed`, let it finish, and return the moments and how many
+        hit."""
+        draw, moments, hit = random.Random(seed), [], 0
+        for _ in range(kills):
+            child = self.train(run, slow_s=0.005, fault=fault)
+            moments.append(child.moment(draw))
+            if child.process.is_alive():
+                child.send(signal.SIGKILL)
+            status = child.status()
+            assert status in (-signal.SIGKILL, 0), child.text()
+            self.assert_left_nothing()
+            hit += status != 0
+            if (run / "drafter").exists():
+                return moments, hit
+        child = self.train(run, fault=fault)
+        assert child.status() == 0, child.text()
+        return moments, hit
+
     def events(self, run: Path) -> list[dict[str, Any]]:
         return events(run)
 

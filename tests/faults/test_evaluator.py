@@ -1,6 +1,5 @@
 """A run with true acceptance survives whatever becomes of its evaluator, and goes on where it was killed."""
 
-import random
 import signal
 from pathlib import Path
 from typing import Any
@@ -40,21 +39,9 @@ def test_killed_at_random_moments(lab: Any, survival: Any, seed: int, held_out: 
     child = lab.train(whole, fault=PATIENT)
     assert child.status() == 0, child.text()
     assert [*evaluated(lab, whole)] == [3, 6, 9, 12, 14]
-    run, draw, hit = lab.settings("killed", changed(lab, held_out=held_out)), random.Random(seed), 0
+    run = lab.settings("killed", changed(lab, held_out=held_out))
     with survival.trial(FAULT, seed):
-        for _ in range(5):
-            child = lab.train(run, slow_s=0.005, fault=PATIENT)
-            child.moment(draw)
-            if child.process.is_alive():
-                child.send(signal.SIGKILL)
-            status = child.status()
-            assert status in (-signal.SIGKILL, 0), child.text()
-            hit += status != 0
-            if (run / "drafter").exists():
-                break
-        else:
-            child = lab.train(run, fault=PATIENT)
-            assert child.status() == 0, child.text()
+        _, hit = lab.killed(run, seed, kills=5, fault=PATIENT)
         assert evaluated(lab, run) == evaluated(lab, whole)
         lab.assert_equal(run, whole)
         ends = [lab.events(which)[-1] for which in (run, whole)]

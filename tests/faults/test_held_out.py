@@ -1,6 +1,5 @@
 """A run with held-out losses that is killed anywhere goes on with the same losses and the same best checkpoint."""
 
-import random
 import signal
 from pathlib import Path
 from typing import Any
@@ -27,20 +26,9 @@ def changed(lab: Any, kind: str, every_steps: int = 3) -> Any:
 def test_killed_at_random_moments(lab: Any, survival: Any, seed: int, kind: str) -> None:
     whole = lab.finished(lab.settings("whole", changed(lab, kind)))
     assert lab.told(whole, "held_out") == 5
-    run, draw, hit = lab.settings("killed", changed(lab, kind)), random.Random(seed), 0
+    run = lab.settings("killed", changed(lab, kind))
     with survival.trial(FAULT, seed):
-        for _ in range(4):
-            child = lab.train(run, slow_s=0.005)
-            child.moment(draw)
-            if child.process.is_alive():
-                child.send(signal.SIGKILL)
-            status = child.status()
-            assert status in (-signal.SIGKILL, 0), child.text()
-            hit += status != 0
-            if (run / "drafter").exists():
-                break
-        else:
-            lab.finished(run)
+        _, hit = lab.killed(run, seed, kills=4)
         lab.assert_equal(run, whole)
     assert hit
 

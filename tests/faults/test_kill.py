@@ -1,8 +1,5 @@
 """A run that is killed at any moment and resumed equals one never killed, bit for bit."""
 
-import random
-import signal
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,29 +16,11 @@ KINDS: dict[str, Any] = {
 }
 
 
-def killed_and_resumed(lab: Any, run: Path, seed: int, kills: int) -> tuple[list[str], int]:
-    """Kill a run `kills` times at moments drawn by `seed`, let it finish, and return the moments and how many hit."""
-    draw, moments, hit = random.Random(seed), [], 0
-    for _ in range(kills):
-        child = lab.train(run, slow_s=0.005)
-        moments.append(child.moment(draw))
-        if child.process.is_alive():
-            child.send(signal.SIGKILL)
-        status = child.status()
-        assert status in (-signal.SIGKILL, 0), child.text()
-        lab.assert_left_nothing()
-        hit += status != 0
-        if (run / "drafter").exists():
-            return moments, hit
-    lab.finished(run)
-    return moments, hit
-
-
 @pytest.mark.parametrize(("kind", "seed"), [(kind, seed) for seed, kind in enumerate(KINDS)])
 def test_a_killed_run_goes_on_as_if_nothing_had_been(lab: Any, kind: str, seed: int) -> None:
     whole = lab.finished(lab.settings("whole", KINDS[kind]))
     run = lab.settings("killed", KINDS[kind])
-    killed_and_resumed(lab, run, seed, kills=2)
+    lab.killed(run, seed, kills=2)
     lab.assert_equal(run, whole)
 
 
@@ -66,7 +45,7 @@ def test_thirty_kills(lab: Any, survival: Any, capsys: pytest.CaptureFixture[str
             run = lab.settings(f"killed-{seed}", KINDS[kind])
             try:
                 with survival.trial("SIGKILL at random moments, during saves too", seed):
-                    moments, hit = killed_and_resumed(lab, run, seed, kills=1)
+                    moments, hit = lab.killed(run, seed, kills=1)
                     lab.assert_equal(run, whole)
             except AssertionError as error:
                 lost.append(f"{seed}: {error}")

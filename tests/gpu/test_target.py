@@ -8,10 +8,11 @@ from families import FAMILIES
 from torch import nn
 from transformers import AutoModel
 
+from paceline.drafter.e4m3 import quantize
 from paceline.records import BlockSet, TokenBatch
 from paceline.runtime.compiling import forbid_recompiles, warm_compiler
 from paceline.target.model import FeatureTarget
-from paceline.target.products import Matrix, in_fp8, product, quantize
+from paceline.target.products import Matrix, in_fp8, product
 from paceline.target.varlen import Ends, kernel_for, samples_apart
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("traceable")]

@@ -9,7 +9,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 import pytest
-from made_runs import HOSTILE, eventful, last_told, write_events
+from made_runs import eventful, last_told, poisoned, write_events
 
 from paceline.observe.report.learning import acceptance_figure, loss_figure, slots_figure
 from paceline.observe.report.page import open_runs, report_page
@@ -341,13 +341,6 @@ def test_losses_of_a_wide_range_are_drawn_on_a_logarithmic_axis(tmp_path: Path) 
 
 
 def test_whatever_is_written_in_a_folder_is_text(tmp_path: Path) -> None:
-    def poisoned(value: Any, key: str = "") -> Any:
-        if isinstance(value, dict):
-            return {name: poisoned(item, name) for name, item in value.items()}
-        if isinstance(value, list):
-            return [poisoned(item) for item in value]
-        return value if not isinstance(value, str) or key in ("event", "loss", "grad_norm") else value + HOSTILE
-
     events = [poisoned(event) for event in eventful(60)]
     run = write_events(tmp_path / "<i>run", events)
     (run / "evaluation.json").write_text(json.dumps(poisoned(EVALUATION)))

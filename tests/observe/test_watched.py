@@ -7,19 +7,13 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from told_run import Event, begin, sample_event, step_event, told
+from told_run import Event, append, begin, sample_event, step_event, told
 
 from paceline.observe.lines import Lines
 from paceline.observe.watched import Look, Watched, readable
 from paceline.records import UserError
 
 HOSTILE = "\x1b[2J\x1b]0;title\x07 [red]x[/red] [/] \r\n\t \u202ereversed \x9b31m \ud800 é"
-
-
-def write(run: Path, events: list[Event]) -> None:
-    run.mkdir(exist_ok=True)
-    with (run / "events.jsonl").open("a") as file:
-        file.writelines(json.dumps(event) + "\n" for event in events)
 
 
 def watched(run: Path, *looks: bool | None, **more: Any) -> Watched:
@@ -48,7 +42,7 @@ def printed(seen: Watched) -> str:
     ],
 )
 def test_outcome_and_status(tmp_path: Path, last: Event, held: bool | None, outcome: str, status: int) -> None:
-    write(tmp_path / "run", [*begin(), last])
+    append(tmp_path / "run", *begin(), last)
     seen = watched(tmp_path / "run", held)
     assert (seen.state.outcome, seen.status, seen.ended) == (outcome, status, status != 3)
     assert seen.as_dict()["held"] is held
@@ -65,22 +59,22 @@ def test_before_its_first_event(tmp_path: Path) -> None:
 
 def test_a_run_that_was_killed_and_goes_on(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    write(run, [*begin(), step_event(5, 1020.0)])
+    append(run, *begin(), step_event(5, 1020.0))
     seen = watched(run, True, False)
     assert seen.state.message == (
         "Nobody trains into this folder any more (process 12 on gpu7), and no event tells the end: the run was "
         "killed, or its machine went down. Go on with `paceline train RUN --resume`."
     )
     assert seen.see(Look(False, 1101.0)) == []  # it is said once
-    write(run, [told("resumed", 1200.0, steps=4, settings={})])
+    append(run, told("resumed", 1200.0, steps=4, settings={}))
     seen.see(Look(True, 1201.0))
     assert seen.status == 3
 
 
 def test_trouble_changes_nothing(tmp_path: Path) -> None:
-    write(tmp_path / "run", begin())
+    append(tmp_path / "run", *begin())
     seen = watched(tmp_path / "run", True)
-    write(tmp_path / "run", [told("trained", 1020.0)])
+    append(tmp_path / "run", told("trained", 1020.0))
     assert seen.see(Look(None, 0.0, trouble="The connection broke.")) == []
     assert (seen.status, seen.as_dict()["held"]) == (3, True)
 
@@ -96,7 +90,7 @@ def test_no_text_reaches_the_terminal_as_an_order(tmp_path: Path) -> None:
         told("stage", 1024.0, name=HOSTILE, s=1.0),
         told("failed", 1025.0, message=HOSTILE),
     ]
-    write(run, events)
+    append(run, *events)
     seen, lines = Watched(run, "RUN"), Lines()
     fresh = seen.see(Look(False, 1100.0, HOSTILE))
     text = printed(seen) + "\n".join(filter(None, (seen.line(lines, event) for event in fresh)))
@@ -107,7 +101,7 @@ def test_no_text_reaches_the_terminal_as_an_order(tmp_path: Path) -> None:
 
 
 def test_the_text_of_a_killed_runs_owner(tmp_path: Path) -> None:
-    write(tmp_path / "run", begin())
+    append(tmp_path / "run", *begin())
     seen = Watched(tmp_path / "run", "RUN")
     seen.see(Look(False, 1100.0, HOSTILE))
     assert seen.state.message is not None
@@ -121,7 +115,7 @@ def test_readable_keeps_what_is_no_text() -> None:
 
 
 def test_a_program_gets_texts_as_they_are(tmp_path: Path) -> None:
-    write(tmp_path / "run", [*begin(), told("failed", 1025.0, message=HOSTILE)])
+    append(tmp_path / "run", *begin(), told("failed", 1025.0, message=HOSTILE))
     assert watched(tmp_path / "run", False, for_people=False).as_dict()["message"] == HOSTILE
 
 
@@ -139,21 +133,21 @@ def test_a_program_gets_texts_as_they_are(tmp_path: Path) -> None:
     ],
 )
 def test_values_of_other_kinds(tmp_path: Path, event: Event) -> None:
-    write(tmp_path / "run", [*begin(), event])
+    append(tmp_path / "run", *begin(), event)
     with pytest.raises(UserError, match=r"^Events of RUN are not as docs/events.md has them \(") as error:
         watched(tmp_path / "run", True).panel(width=80)
     assert "\n" not in str(error.value)
 
 
 def test_a_newer_schema_names_the_run(tmp_path: Path) -> None:
-    write(tmp_path / "copy", [{"schema": 2, "t": 1.0, "event": "step"}])
+    append(tmp_path / "copy", {"schema": 2, "t": 1.0, "event": "step"})
     with pytest.raises(UserError, match=r"^RUN/events.jsonl has events of schema 2, but this version"):
         watched(tmp_path / "copy", True)
 
 
 def test_a_last_line_that_is_not_whole(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    write(run, [*begin(), step_event(5, 1020.0)])
+    append(run, *begin(), step_event(5, 1020.0))
     whole = json.dumps(step_event(6, 1021.0))
     with (run / "events.jsonl").open("a") as file:
         file.write(whole[:40])

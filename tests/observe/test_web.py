@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import httpx2
 import pytest
 from starlette.testclient import TestClient
-from told_run import Event, begin, step_event, told
+from told_run import append, begin, step_event, told
 
 from paceline import cli
 from paceline.observe import web, web_app
@@ -177,15 +177,9 @@ def test_a_stream_is_never_silent_for_long(monkeypatch: pytest.MonkeyPatch) -> N
 # Page
 
 
-def write(run: Path, *events: Event) -> None:
-    run.mkdir(exist_ok=True)
-    with (run / "events.jsonl").open("a") as file:
-        file.writelines(json.dumps(event) + "\n" for event in events)
-
-
 @pytest.fixture
 def watched(tmp_path: Path) -> Watched:
-    write(tmp_path / "run", *begin(), step_event(4, 1010.0))
+    append(tmp_path / "run", *begin(), step_event(4, 1010.0))
     return Watched(tmp_path / "run", "RUN")
 
 
@@ -199,7 +193,7 @@ def test_looks_become_messages(watched: Watched, tmp_path: Path, monkeypatch: py
     for trouble, events in [
         (None, []), (None, []), (lost, []), (lost, []), (None, [step_event(5, 1011.0, loss="nan")]),
     ]:  # fmt: skip
-        write(tmp_path / "run", *events)
+        append(tmp_path / "run", *events)
         look = Look(True, time.time() + 500, trouble=trouble)
         page.look(watched, look, watched.see(look))
     page.close()
@@ -218,7 +212,7 @@ def test_looks_become_messages(watched: Watched, tmp_path: Path, monkeypatch: py
 
 def test_values_of_other_kinds_do_not_reach_the_page(watched: Watched, tmp_path: Path) -> None:
     page, look = Page(lambda text: None, title="RUN"), Look(True, time.time())
-    write(tmp_path / "run", told("sample", 1012.0, s=1.0, roles=[], gpus=[None]))
+    append(tmp_path / "run", told("sample", 1012.0, s=1.0, roles=[], gpus=[None]))
     try:
         with pytest.raises(UserError, match=r"^Events of .* are not as docs/events.md has them \(state: "):
             page.look(watched, look, watched.see(look))

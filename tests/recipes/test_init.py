@@ -274,6 +274,7 @@ def test_the_outlook_predicts_gpu_hours_from_the_machine_s_rates(
     assert re.search(
         r"GPU hours: about \d+\.\d\d, that is \d+\.\d\d hours with target and drafter on the one GPU", said
     )
+    assert "(predicted from the machine profile, targets on the fast path, compiled; limited by" in said
 
 
 def test_the_outlook_counts_memory(tmp_path: Path, tiny_folder: Path, outlook_of: Callable[..., Any]) -> None:

@@ -290,6 +290,9 @@ def test_rates_are_those_of_the_profile_or_unknown(
     text = " ".join(plan(run_yaml, "--memory", "40GiB", "--profile", profile).output.split())
     assert "the settings fit as they are" in text
     assert re.search(r"expected: about [\d,.]+ samples/s, limited by both in turn; of the drafter alone about", text)
+    assert "targets on the fast path, compiled" in text
+    plain = plan(run_yaml, "target.fast=off", "--memory", "40GiB", "--profile", profile).output
+    assert "  targets by transformers' own forward: target.fast is off\n" in plain
     monkeypatch.setattr("paceline.recipes.machine_rates.profile_path", lambda: run_yaml.with_name("none.json"))
     text = " ".join(plan(run_yaml, "--memory", "40GiB").output.split())
     assert "rate unknown: What a run makes is predicted from measured rates. There is no machine profile" in text
@@ -339,7 +342,7 @@ def test_of_a_target_off_the_fast_path_no_more_is_said_than_is_known(run_yaml: P
     assert fit in kept
     assert "then needs about" in kept
     assert "estimated" not in kept
-    assert "of a target only what it needs at least is counted: target.fast off needs more" in off
+    assert "of a target only what it needs at least is counted: target.fast is off, so it needs more" in off
     assert f"{fit} as far as is estimated" in off
     assert "the target fits on the drafter's card as far as is estimated" in off
     assert "then needs at least" in off
@@ -349,7 +352,7 @@ def test_of_a_target_off_the_fast_path_no_more_is_said_than_is_known(run_yaml: P
     shutil.copytree(config.parent, other)
     (other / "config.json").write_text(config.read_text().replace('"model_type": "qwen3"', '"model_type": "olmo2"'))
     if memory == "40GiB":
-        assert "counted: olmo2 is not known to the fast path: it needs more" in said(f"target.model={other}")
+        assert "counted: olmo2 is not known to the fast path, so it needs more" in said(f"target.model={other}")
 
 
 def test_what_cannot_be_planned_is_refused(run_yaml: Path) -> None:

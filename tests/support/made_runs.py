@@ -18,6 +18,15 @@ def write_events(run: Path, events: Iterable[dict[str, Any]]) -> Path:
     return run
 
 
+def poisoned(value: Any, key: str = "") -> Any:
+    """Return an event with HOSTILE behind every text but those that are numbers or say what it is."""
+    if isinstance(value, dict):
+        return {name: poisoned(item, name) for name, item in value.items()}
+    if isinstance(value, list):
+        return [poisoned(item) for item in value]
+    return value if not isinstance(value, str) or key in ("event", "loss", "grad_norm") else value + HOSTILE
+
+
 def eventful(steps: int = 900, seed: int = 0) -> list[dict[str, Any]]:
     """Events of a run that was rolled back, stopped, resumed an hour later, and ended: with steps that are told again,
     not applied, and not finite.

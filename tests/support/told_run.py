@@ -1,5 +1,7 @@
 """Events of a run that never was: two GPUs, a target replica and a drafter rank."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 Event = dict[str, Any]
@@ -10,6 +12,13 @@ PEAK = 1e15
 
 def told(event: str, t: float, **values: Any) -> Event:
     return {"schema": 1, "t": t, "event": event, **values}
+
+
+def append(run: Path, *events: Event) -> None:
+    """Add events to those of a run."""
+    run.mkdir(exist_ok=True)
+    with (run / "events.jsonl").open("a") as file:
+        file.writelines(json.dumps(event) + "\n" for event in events)
 
 
 def step_event(step: int, t: float, **more: Any) -> Event:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from browser import TIMEOUT_MS, Browser
-from made_runs import HOSTILE, eventful, last_told, write_events
+from made_runs import HOSTILE, eventful, last_told, poisoned, write_events
 from playwright.sync_api import Page
 
 from paceline.observe.report.page import open_runs, report_page
@@ -230,13 +230,6 @@ def test_no_script_but_the_pages_own_runs(browser: Browser, one: str) -> None:
 
 
 def test_what_a_folder_holds_is_shown_and_never_run(browser: Browser, tmp_path: Path) -> None:
-    def poisoned(value: Any, key: str = "") -> Any:
-        if isinstance(value, dict):
-            return {name: poisoned(item, name) for name, item in value.items()}
-        if isinstance(value, list):
-            return [poisoned(item) for item in value]
-        return value if not isinstance(value, str) or key in ("event", "loss", "grad_norm") else value + HOSTILE
-
     run = write_events(tmp_path / HOSTILE.replace("/", "⁄"), [poisoned(event) for event in eventful(60)])
     page = browser.open(page_of([run], "hostile"))
     page.locator("summary").evaluate_all("all => all.forEach(one => { one.parentElement.open = true; })")

@@ -53,7 +53,7 @@ def load(folder: str, most: str = "0") -> dict[str, Any]:
     That is between micro-batches, and not at the end, where nothing of the epoch is held any more. Its peak is that of
     all of it, opening and planning included.
     """
-    from paceline.bench.memory import OwnPeak, memory_of
+    from paceline.bench.memory import memory_of, own_peak
     from paceline.bench.stream import epoch_of
     from paceline.data.manifest import load_manifest
 
@@ -62,7 +62,7 @@ def load(folder: str, most: str = "0") -> dict[str, Any]:
     held: list[float] = []
     tokens = rows = batches = 0
     began = time.perf_counter()
-    with OwnPeak() as peak:
+    with own_peak() as peak:
         for lengths in epoch_of(folder):
             tokens += sum(lengths)
             rows += len(lengths)

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, Qwen3ForCausalLM
 
+from paceline.bench.target_shapes import TARGET_SHAPES
 from paceline.decode.engine import Engine
 from paceline.decode.prompts import reach_for
 from paceline.decode.requests import Request
@@ -25,6 +26,7 @@ from paceline.runtime.devices import device_name
 from paceline.target.model import DecodingTarget
 
 PROMPT_TOKENS = (16, 96)  # shortest and longest
+_QWEN3_8B_LAYERS = 36  # all of them, where features need fewer
 SAMPLED = Sampling(temperature=0.6, top_k=20, top_p=0.95)  # what Qwen3's generation_config asks for
 
 
@@ -90,7 +92,7 @@ def random_model(shape: str, device: str, number: str) -> Any:
         if shape == "smollm2":
             model = LlamaForCausalLM._from_config(smollm2_config(), dtype=dtype)
         else:
-            model = Qwen3ForCausalLM._from_config(qwen3_8b_config(), dtype=dtype)
+            model = Qwen3ForCausalLM._from_config(TARGET_SHAPES["qwen3-8b"].config(_QWEN3_8B_LAYERS), dtype=dtype)
     return model.eval().requires_grad_(False)
 
 
@@ -107,24 +109,6 @@ def smollm2_config() -> LlamaConfig:
         max_position_embeddings=8192,
         rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
         tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-
-
-def qwen3_8b_config() -> Qwen3Config:
-    """Return Qwen3-8B's shape."""
-    return Qwen3Config(
-        vocab_size=151_936,
-        hidden_size=4096,
-        intermediate_size=12_288,
-        num_hidden_layers=36,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=40_960,
-        rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
-        tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=None,
     )

@@ -7,9 +7,10 @@ the kernel takes back at will. A tree's memory is the sum over its processes: pa
 import mmap
 import os
 import threading
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 _EVERY_S = 0.1
 _OFTEN_S = 0.002  # planning an epoch of a million rows holds its most for some hundredths of a second
@@ -32,56 +33,51 @@ def forget_peak() -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
-class TreePeak:
-    """Watches a process and its descendants while a block runs: `mib` is the most they allocated together.
+@dataclass(slots=True)
+class Peak:
+    """The most that was allocated while a block ran, and by how many processes at most at one time."""
 
-    `processes` is how many of them there were at most at one time.
-    """
-
-    def __init__(self, process: int) -> None:
-        self.process = process
-        self.mib, self.processes = 0.0, 0
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    def __enter__(self) -> "TreePeak":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._stop.wait(_EVERY_S):
-            members = [memory_of(process) for process in _tree(self.process)]
-            self.processes = max(self.processes, len(members))
-            self.mib = max(self.mib, sum(member["RssAnon"] + member["RssShmem"] for member in members))
+    mib: float = 0.0
+    processes: int = 0
 
 
-class OwnPeak:
-    """Watches this process while a block runs: `mib` is the most it allocated, looked at every two milliseconds."""
+@contextmanager
+def tree_peak(process: int) -> Iterator[Peak]:
+    """Watch what a process and its descendants allocate together while a block runs."""
 
-    def __init__(self) -> None:
-        self.mib = 0.0
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
+    def watch(peak: Peak, over: threading.Event) -> None:
+        while not over.wait(_EVERY_S):
+            members = [memory_of(member) for member in _tree(process)]
+            peak.processes = max(peak.processes, len(members))
+            peak.mib = max(peak.mib, sum(member["RssAnon"] + member["RssShmem"] for member in members))
 
-    def __enter__(self) -> "OwnPeak":
-        self._thread.start()
-        return self
+    yield from _watched(watch)
 
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        self._stop.set()
-        self._thread.join()
 
-    def _watch(self) -> None:
+@contextmanager
+def own_peak() -> Iterator[Peak]:
+    """Watch what this process allocates while a block runs, every two milliseconds."""
+
+    def watch(peak: Peak, over: threading.Event) -> None:
         with Path("/proc/self/statm").open("rb", buffering=0) as file:  # an eighth of the time that status takes
             while True:
                 _, resident, shared, *_ = os.pread(file.fileno(), 200, 0).split()
-                self.mib = max(self.mib, (int(resident) - int(shared)) * mmap.PAGESIZE / 2**20)
-                if self._stop.wait(_OFTEN_S):
+                peak.mib = max(peak.mib, (int(resident) - int(shared)) * mmap.PAGESIZE / 2**20)
+                if over.wait(_OFTEN_S):
                     return
+
+    yield from _watched(watch)
+
+
+def _watched(watch: Callable[[Peak, threading.Event], None]) -> Iterator[Peak]:
+    peak, over = Peak(), threading.Event()
+    thread = threading.Thread(target=watch, args=(peak, over), daemon=True)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        over.set()
+        thread.join()
 
 
 def _tree(root: int) -> set[int]:

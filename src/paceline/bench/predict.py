@@ -13,12 +13,16 @@ from typing import Literal
 
 from paceline.config import DrafterSettings
 from paceline.drafter.flops import useful_flops
+from paceline.records import UserError
 from paceline.runtime.profile import Rates
 from paceline.target.load import TargetFacts
+from paceline.target.replica import Pace
 
-# Shares of a large product's rate that were reached on one H200 (797 TFLOP/s) at the Qwen3-8B shape: by a stock forward
-# of the target (461), and by a compiled step of the drafter (575).
-TARGET_SHARE, STEP_SHARE = 0.58, 0.72
+# Shares of a large product's rate that were reached on one H200 at the Qwen3-8B shape: by a stock forward of the target
+# (461 of 797 TFLOP/s; the fast path that is not compiled, 451 of 778), by the compiled fast path (608 of 778) and by a
+# compiled step of the drafter (575 of 797). In fp8 956 and, without its update, 912 of some 1,400 of products.
+TARGET_SHARE, FAST_SHARE, FAST8_SHARE = 0.58, 0.78, 0.68
+STEP_SHARE, STEP8_SHARE = 0.72, 0.65
 # Bytes that an update with AdamW reads and writes of a weight: it, its gradient and both moments in float32, the
 # gradient once more for its norm and once to clear it, and the bfloat16 copy.
 _UPDATE_BYTES = 38
@@ -113,18 +117,42 @@ def costs(
     target_flops: float,
     step_flops: float,
     peer_gb_s: float | None,
+    pace: Pace,
+    step8: bool = False,
     moments_in_bytes: bool = False,
 ) -> Costs:
-    """Return what each part takes at these rates; copies between GPUs take nothing where nobody measured them."""
-    tera = rates.bf16_tflops * 1e12
+    """Return what each part takes at these rates; copies between GPUs take nothing where nobody measured them.
+
+    `pace` is that of the targets; `step8` says that the drafter's products are in fp8.
+
+    Raises:
+        UserError: products in fp8 are asked for, and nobody measured them.
+    """
     peer = peer_gb_s * 1e9 if peer_gb_s else math.inf
+    computed = 1 if pace.fast else 1 - load.padding  # the share of it that is wanted
     return Costs(
-        target=target_flops / (1 - load.padding) / (TARGET_SHARE * tera),
-        micro=step_flops / (STEP_SHARE * tera),
+        target=target_flops / computed / (1e12 * _target_tflops(rates, pace)),
+        micro=step_flops
+        / (1e12 * (STEP8_SHARE * _fp8(rates, "train.fp8") if step8 else STEP_SHARE * rates.bf16_tflops)),
         update=(_UPDATE_BYTES - _FEWER_BYTES * moments_in_bytes) * load.weights / (rates.memory_gb_s * 1e9),
         gradients=4 * load.weights / peer,
         features=load.tokens * load.feature_bytes / peer,
     )
+
+
+def _target_tflops(rates: Rates, pace: Pace) -> float:
+    if not pace.compiled:
+        return TARGET_SHARE * rates.bf16_tflops
+    return FAST8_SHARE * _fp8(rates, "target.fp8") if pace.fp8 else FAST_SHARE * rates.bf16_tflops
+
+
+def _fp8(rates: Rates, key: str) -> float:
+    if rates.fp8_tflops is None:
+        raise UserError(
+            f"{key}: on is predicted from the rate of products in fp8, but the machine profile has none: the GPU makes "
+            f"none, or `paceline doctor` saw them fail. Set {key} to off, or name another profile with --profile."
+        )
+    return rates.fp8_tflops
 
 
 def predict(gpus: int, load: Load, cost: Costs, *, devices_per_replica: int = 1) -> list[Prediction]:

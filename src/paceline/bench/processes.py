@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.memory import TreePeak
+from paceline.bench.memory import tree_peak
 from paceline.records import RunError
 
 
@@ -43,7 +43,7 @@ def _run(command: list[str]) -> Ran:
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     ) as process:
         try:
-            with TreePeak(process.pid) as peak:
+            with tree_peak(process.pid) as peak:
                 output, errors = process.communicate()
         except BaseException:
             process.terminate()  # `prepare` ends its own processes then

@@ -37,13 +37,13 @@ class TargetShape:
         seen = sum(n * (n + 1) // 2 for n in lengths)
         return 2.0 * self.layers * (sum(lengths) * matrices + 2 * wide * seen)
 
-    def decoder(self, device: torch.device, dtype: torch.dtype) -> Any:
-        """Return the decoder; its final norm is none, so its last output is a layer's, as the taps are."""
-        config = Qwen3Config(
+    def config(self, layers: int) -> Qwen3Config:
+        """Return the shape as transformers has it, with so many layers."""
+        return Qwen3Config(
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
             intermediate_size=self.intermediate_size,
-            num_hidden_layers=self.layers,
+            num_hidden_layers=layers,
             num_attention_heads=self.heads,
             num_key_value_heads=self.kv_heads,
             head_dim=self.head_dim,
@@ -53,9 +53,12 @@ class TargetShape:
             bos_token_id=None,
             eos_token_id=None,
         )
+
+    def decoder(self, device: torch.device, dtype: torch.dtype) -> Any:
+        """Return the decoder; its final norm is none, so its last output is a layer's, as the taps are."""
         torch.manual_seed(0)
         with torch.device(device):
-            model = Qwen3Model._from_config(config, dtype=dtype)
+            model = Qwen3Model._from_config(self.config(self.layers), dtype=dtype)
         model.norm = nn.Identity()
         return model.eval().requires_grad_(False)
 

@@ -1,8 +1,8 @@
 """Products of training in fp8: forward, the input's gradient and the weight's, with operands in e4m3.
 
 Each operand has a scale a row of the product, so e4m3 has to span one row's entries and not a tensor's, gradients
-included: what e5m2 gives up a bit of precision for is not needed. Scales are powers of two, so scaling a value is
-exact unless it underflows, and a value that is scaled twice is rounded once.
+included: what e5m2 gives up a bit of precision for is not needed. Scales are powers of two (see e4m3), because some
+values are scaled twice.
 
 What a product sums over differs between the three, and a scale may not vary along it. Instead of quantizing the same
 matrix along its rows and along its columns, for which bfloat16 would be read four times, a matrix is quantized once and
@@ -23,18 +23,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from paceline.config import DrafterSettings, TrainSettings
+from paceline.drafter.e4m3 import E4M3, TILE8, power_of_two, product8, quantize_by_powers
 from paceline.records import UserError
 
-E4M3 = torch.float8_e4m3fn
-TILE8 = 16  # entries: what torch._scaled_mm wants lengths to be multiples of
-# The smallest scales; below them values underflow. A row of zeros has the smallest one.
-_LEAST = 2.0**-100
-# Of a weight's output, because its gradient is divided by it: the output's gradients must not underflow beside others.
-# With 448 times this, 4e-4, an output is still of full precision.
+# The smallest scale of a weight's output, because its gradient is divided by it: the output's gradients must not
+# underflow beside others. With 448 times this, 4e-4, an output is still of full precision.
 _LEAST_WEIGHT = 2.0**-20
-# Floats as whole numbers: of a largest value 2^e m, 1 <= m < 2, the scale is 2^(e-8), or twice that where m > 1.75,
-# for e4m3 ends at 448 = 1.75 * 2^8.
-_ABOVE_MANTISSA, _EXPONENT, _OF_LARGEST = 0x1FFFFF, 0x7F800000, 2.0**-8
 
 
 def linear8(x: Float[Tensor, "*T K"], weight_NK: Float[Tensor, "N K"]) -> Float[Tensor, "*T N"]:
@@ -65,7 +59,7 @@ class _Halves8(torch.autograd.Function):
         w_1N = ctx.saved_tensors[-1].t()
         wide = [dy_TM.float() * w_1M for dy_TM, w_1M in zip((first_TM, second_TM), w_1N.chunk(2, dim=-1), strict=True)]
         largest_T1 = torch.maximum(*(half_TM.abs().amax(-1, keepdim=True) for half_TM in wide))
-        u_T1 = _scale(largest_T1, _LEAST)
+        u_T1 = power_of_two(largest_T1)
         g8_TN = torch.cat([(half_TM / u_T1).to(E4M3) for half_TM in wide], dim=-1)
         return _gradients(ctx, g8_TN, u_T1, first_TM.dtype)
 
@@ -77,13 +71,13 @@ class _Linear8(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor, Tensor]:
-        g8_TN, u_T1 = quantize(dy_TN * ctx.saved_tensors[-1].t())
+        g8_TN, u_T1 = quantize_by_powers(dy_TN * ctx.saved_tensors[-1].t())
         return _gradients(ctx, g8_TN, u_T1, dy_TN.dtype)
 
 
 def _forward(ctx: Any, x_TK: Tensor, weight_NK: Tensor) -> Tensor:
-    x8_TK, s_T1 = quantize(x_TK)
-    w8_NK, w_N1 = quantize(weight_NK, least=_LEAST_WEIGHT)
+    x8_TK, s_T1 = quantize_by_powers(x_TK)
+    w8_NK, w_N1 = quantize_by_powers(weight_NK, least=_LEAST_WEIGHT)
     # Transposed here, so that it is these bytes that are kept and not what they could be made of again.
     ctx.save_for_backward(transposed(x8_TK), s_T1, transposed(w8_NK), w_N1)
     return _product(x8_TK, s_T1, w8_NK, w_N1, x_TK.dtype)
@@ -94,37 +88,17 @@ def _gradients(ctx: Any, g8_TN: Tensor, u_T1: Tensor, dtype: torch.dtype) -> tup
     x8_KT, s_T1, w8_KN, w_N1 = ctx.saved_tensors
     ones_K1 = torch.ones_like(w8_KN[:, :1], dtype=torch.float32)
     dx_TK = _product(g8_TN, u_T1, w8_KN, ones_K1, dtype)
-    z8_KT, f_K1 = quantize(x8_KT.float() * (s_T1 * u_T1).t())
+    z8_KT, f_K1 = quantize_by_powers(x8_KT.float() * (s_T1 * u_T1).t())
     return dx_TK, _product(transposed(g8_TN), 1 / w_N1, z8_KT, f_K1, dtype)
 
 
-def quantize(x_RI: Tensor, *, least: float = _LEAST) -> tuple[Tensor, Tensor]:
-    """Return x in e4m3 and the scale [R, 1] of each row, a power of two, by which it must be multiplied to be x again.
-
-    A row that holds what is not finite becomes not finite altogether.
-    """
-    wide_RI = x_RI.float()
-    scale_R1 = _scale(wide_RI.abs().amax(-1, keepdim=True), least)
-    return (wide_RI / scale_R1).to(E4M3), scale_R1
-
-
-def _scale(largest_R1: Tensor, least: float) -> Tensor:
-    bits_R1 = (largest_R1.view(torch.int32) + _ABOVE_MANTISSA) & _EXPONENT
-    return (bits_R1.view(torch.float32) * _OF_LARGEST).clamp_min(least)
-
-
 def _product(a_RI: Tensor, a_R1: Tensor, b_CI: Tensor, b_C1: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return (a times the transposed b), each row times its scale: [R, C], rounded to bfloat16 on the way."""
-    made_RC = torch._scaled_mm(
-        a_RI,
-        b_CI.t(),
-        scale_a=a_R1,
-        scale_b=b_C1.t(),
-        out_dtype=torch.bfloat16,
-        # Hopper then adds in some 14 bits. What that loses of a sum over 16,384 tokens, 1 to 2 %, is less than e4m3's
-        # own error, and unlike in the head's loss no entry of a sum is much larger than the others together.
-        use_fast_accum=True,
-    )
+    """Return (a times the transposed b), each row times its scale: [R, C], rounded to bfloat16 on the way.
+
+    Of a sum over 16,384 tokens the fast way of adding loses 1 to 2 %, less than e4m3's own error, and unlike in the
+    head's loss no entry of a sum is much larger than the others together.
+    """
+    made_RC = product8(a_RI, a_R1, b_CI, b_C1, torch.bfloat16)
     # Not `to` alone: torch 2.11 loses a compiled autograd.Function's gradient if its result's `to` changed nothing.
     return made_RC if dtype == made_RC.dtype else made_RC.to(dtype)
 

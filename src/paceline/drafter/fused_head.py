@@ -15,15 +15,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from paceline.drafter.e4m3 import E4M3, TILE8, product8, quantize_by_powers
 from paceline.records import UserError
 
-_E4M3 = torch.float8_e4m3fn
-_LARGEST = torch.finfo(_E4M3).max
-_TILE = 16  # entries: what the fp8 product wants sizes to be multiples of
 _SLAB = 8192  # rows that are quantized at a time
-# Tensor cores add e4m3 products in about 14 bits. That does for the width of hidden states, but small entries of a sum
-# over a vocabulary would be lost behind the label's, so the second product adds in float32.
-_FAST_SUM_OVER_WIDTH, _FAST_SUM_OVER_VOCABULARY = True, False
+# The smallest scale of a row, that of zeros: the bound of a gradient that follows from it is far from underflow, and a
+# row whose largest value is 448 times this, 4e-10, is of full precision.
+_LEAST_ROW = 2.0**-40
 
 
 class FrozenHead8(NamedTuple):
@@ -31,9 +29,9 @@ class FrozenHead8(NamedTuple):
 
     weight_WH: Tensor  # e4m3
     turned_HW: Tensor  # the same numbers as the second product reads them
-    scale_1W: Tensor  # float32: what the rows are to be multiplied by, powers of two
+    scale_W1: Tensor  # float32: what the rows are to be multiplied by, powers of two
     steps_W: Tensor  # the scales in bfloat16, which holds them exactly
-    ones_1H: Tensor  # float32: the second product wants scales, too
+    ones_H1: Tensor  # float32: the second product wants scales, too
     largest_step: float
     plain_VH: Tensor  # as it was given: labels' own rows are added from here
     vocab: int
@@ -46,26 +44,24 @@ def head_in_fp8(head_VH: Float[Tensor, "V H"]) -> FrozenHead8:
         UserError: the fp8 product does not take its width.
     """
     V, H = head_VH.shape
-    if H % _TILE:
+    if H % TILE8:
         raise UserError(
-            f"A head in fp8 must have a width that is a multiple of {_TILE}, got {H} from the target: set train.fp8 to "
+            f"A head in fp8 must have a width that is a multiple of {TILE8}, got {H} from the target: set train.fp8 to "
             "off."
         )
-    W = -(-V // _TILE) * _TILE
-    largest_V = head_VH.abs().amax(1).float() / _LARGEST
-    scale_W = torch.ones(W, device=head_VH.device)
-    scale_W[:V] = torch.ldexp(scale_W[:V], torch.frexp(largest_V).exponent)
-    weight_WH = torch.zeros(W, H, dtype=_E4M3, device=head_VH.device)
+    W = -(-V // TILE8) * TILE8
+    scale_W1 = torch.ones(W, 1, device=head_VH.device)
+    weight_WH = torch.zeros(W, H, dtype=E4M3, device=head_VH.device)
     for at in range(0, V, _SLAB):
         part = slice(at, min(V, at + _SLAB))
-        weight_WH[part] = (head_VH[part].float() / scale_W[part, None]).to(_E4M3)
+        weight_WH[part], scale_W1[part] = quantize_by_powers(head_VH[part], least=_LEAST_ROW)
     return FrozenHead8(
         weight_WH=weight_WH,
-        turned_HW=weight_WH.view(torch.uint8).t().contiguous().view(_E4M3),
-        scale_1W=scale_W[None],
-        steps_W=scale_W.bfloat16(),
-        ones_1H=torch.ones(1, H, device=head_VH.device),
-        largest_step=float(scale_W[:V].max()),
+        turned_HW=weight_WH.view(torch.uint8).t().contiguous().view(E4M3),
+        scale_W1=scale_W1,
+        steps_W=scale_W1[:, 0].bfloat16(),
+        ones_H1=torch.ones(H, 1, device=head_VH.device),
+        largest_step=float(scale_W1[:V].max()),
         plain_VH=head_VH,
         vocab=V,
     )
@@ -98,24 +94,11 @@ def fused_head_loss(
         losses_R, hits_R = gradient_in_place(logits_RV, labels_R, weights_R, cap)
         return losses_R.sum(), hits_R, (logits_RV @ head).to(hidden_RH.dtype)
     quantized_RH, scale_R1 = quantize_rows(hidden_RH)
-    logits_RW = torch._scaled_mm(
-        quantized_RH,
-        head.weight_WH.t(),
-        scale_a=scale_R1,
-        scale_b=head.scale_1W,
-        out_dtype=torch.bfloat16,
-        use_fast_accum=_FAST_SUM_OVER_WIDTH,
-    )
+    logits_RW = product8(quantized_RH, scale_R1, head.weight_WH, head.scale_W1, torch.bfloat16)
     losses_R, hits_R, grad_RW, scale_R1, of_label_R1 = gradient_in_e4m3(
         logits_RW, labels_R, weights_R, cap, steps_W=head.steps_W, largest_step=head.largest_step, vocab=head.vocab
     )
-    grad_RH = torch._scaled_mm(
-        grad_RW,
-        head.turned_HW.t(),
-        scale_a=scale_R1,
-        scale_b=head.ones_1H,
-        out_dtype=torch.bfloat16,
-        use_fast_accum=_FAST_SUM_OVER_VOCABULARY,
-    )
+    # In 14 bits small entries of a sum over a vocabulary would be lost behind large ones; a sum over a width does.
+    grad_RH = product8(grad_RW, scale_R1, head.turned_HW, head.ones_H1, torch.bfloat16, fast_sum=False)
     grad_RH = torch.addcmul(grad_RH.float(), of_label_R1, head.plain_VH[labels_R].float())
     return losses_R.sum(), hits_R, grad_RH.to(hidden_RH.dtype)

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float, UInt8
 from torch import Tensor
 
-from paceline.drafter.float8 import E4M3, quantize
+from paceline.drafter.e4m3 import E4M3, quantize_by_powers
 
 _AT_ONCE = 1 << 24  # entries, of which some copies in float32 are there for a moment
 _MANTISSA = 23  # bits of a float's, below its exponent
@@ -43,7 +43,7 @@ def pack(
     for first in range(0, T, rows):
         part = slice(first, first + rows)
         features_RH = features_TD[part].reshape(-1, D // taps)
-        values_RH, scale_R1 = quantize(features_RH)
+        values_RH, scale_R1 = quantize_by_powers(features_RH)
         finite_R1 = torch.isfinite(features_RH.abs().amax(-1, keepdim=True))
         exponents_R1 = torch.where(finite_R1, scale_R1.view(torch.int32) >> _MANTISSA, _BROKEN)
         values_TD[part], exponents_Tm[part] = values_RH.view(-1, D), exponents_R1.view(-1, taps)

@@ -121,13 +121,13 @@ def _hours(settings: RunSettings, mixture: Mixture, share: Coverage, console: Co
     gpus = len({*settings.pipeline.targets, *settings.pipeline.drafters})
     buckets = first_table(mixture, settings.data, seed=settings.train.seed)
     try:
-        best, words = best_split(Asked(gpus, None, None, None), settings, buckets, share)
+        best, words, how = best_split(Asked(gpus, None, None, None), settings, buckets, share)
     except UserError as error:
         console.line(f"  GPU hours not estimated: {error}")
         return None
     hours = settings.train.epochs * buckets.samples / best.samples_per_s / 3600
     console.line(
         f"  GPU hours: about {gpus * hours:,.2f}, that is {hours:,.2f} hours with {words} (predicted from the machine "
-        f"profile, limited by {best.limit}; `paceline plan --gpus` has every split)"
+        f"profile, targets {how}; limited by {best.limit}; `paceline plan --gpus` has every split)"
     )
     return gpus * hours

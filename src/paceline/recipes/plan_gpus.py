@@ -1,6 +1,6 @@
 """`paceline plan RUN.yaml --gpus N`: samples a second by the machine's rates, for every split of N GPUs."""
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -8,26 +8,16 @@ from paceline.bench.predict import (
     Costs,
     Load,
     Prediction,
-    again_flops,
-    costs,
     predict,
-    slowest_share,
-    step_flops,
-    target_flops,
 )
 from paceline.config import RunSettings
 from paceline.data.mixture import Coverage
 from paceline.data.plan import BucketTable
 from paceline.observe.console import Console
-from paceline.pipeline.slots import token_bytes
 from paceline.recipes.machine_rates import measured_rates, slowest_peer
-from paceline.recipes.plan_memory import target_folder
+from paceline.recipes.plan_costs import costs_of, expected_pace, facts_of, load_of
 from paceline.records import UserError, many
-from paceline.runtime.profile import MachineProfile, Rates
-from paceline.target.load import TargetFacts, describe
-from paceline.target.stages import split_layers
-from paceline.target.weights import layer_entries
-from paceline.train.memory import step_memory
+from paceline.runtime.profile import MachineProfile
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +30,18 @@ class Asked:
     step_rate: float | None  # blocks
 
 
-def best_split(asked: Asked, run: RunSettings, buckets: BucketTable, share: Coverage) -> tuple[Prediction, str]:
-    """Return the split that should make most samples a second, and how it is called.
+def best_split(asked: Asked, run: RunSettings, buckets: BucketTable, share: Coverage) -> tuple[Prediction, str, str]:
+    """Return the split that should make most samples a second, how it is called, and how its targets compute.
 
     Raises:
         UserError: nobody measured the GPUs, or the target's shape is not known.
     """
     profile, rates = measured_rates(asked.profile)
     facts = facts_of(run)
-    load = load_of(run, facts, buckets, share)
-    best = _best(_predict(run, asked.gpus, load, costs_of(run, asked, facts, load, rates, slowest_peer(profile))))
-    return best, _words(best)
+    load, (pace, how) = load_of(run, facts, buckets, share), expected_pace(run, facts, profile)
+    cost = costs_of(run, facts, load, rates, peer_gb_s=slowest_peer(profile), pace=pace)
+    best = _best(_predict(run, asked.gpus, load, cost))
+    return best, _words(best), how
 
 
 def _predict(run: RunSettings, gpus: int, load: Load, cost: Costs) -> list[Prediction]:
@@ -81,10 +72,14 @@ def plan_gpus(
     profile, rates = measured_rates(asked.profile)
     facts = facts_of(run)
     load, peer = load_of(run, facts, buckets, share), slowest_peer(profile)
-    cost = costs_of(run, asked, facts, load, rates, peer)
+    pace, how = expected_pace(run, facts, profile)
+    given = {"target_rate": asked.target_rate, "step_rate": asked.step_rate}
+    cost = costs_of(run, facts, load, rates, peer_gb_s=peer, pace=pace, **given)
     found = _predict(run, asked.gpus, load, cost)
     best = _best(found)
     console.line(f"  {many(asked.gpus, 'GPU')}, predicted from {_source(asked, profile)}:")
+    if not asked.target_rate:
+        console.line(f"  targets {how}")
     console.table(
         "", ("targets", "drafters", "targets/s", "drafters/s", "samples/s", "limited by"), [_row(one) for one in found]
     )
@@ -99,6 +94,7 @@ def plan_gpus(
         "gpus": asked.gpus,
         "rates": rates.model_dump(),
         "peer_gb_s": peer,
+        "pace": {**asdict(pace), "targets": how},
         "load": asdict(load),
         "seconds": asdict(cost),
         "splits": [asdict(one) for one in found],
@@ -108,57 +104,6 @@ def plan_gpus(
 
 def _best(found: list[Prediction]) -> Prediction:
     return max(found, key=lambda one: one.samples_per_s)
-
-
-def facts_of(run: RunSettings) -> TargetFacts:
-    """Return what is known of a run's target.
-
-    Raises:
-        UserError: it is not on this machine.
-    """
-    folder = target_folder(run.target)
-    if folder is None:
-        raise UserError(
-            f"plan --gpus needs the target's shape, but target.model {run.target.model} is not on this machine. Name "
-            "its folder."
-        )
-    return describe(str(folder))
-
-
-def load_of(run: RunSettings, facts: TargetFacts, buckets: BucketTable, share: Coverage) -> Load:
-    """Return what a run asks of its GPUs, on average."""
-    tokens = buckets.tokens / buckets.samples
-    anchors = max(1.0, share.epoch_share * share.candidates / buckets.samples)
-    samples = buckets.batch_avg * run.train.batches_per_step
-    fit = min(buckets.batch_avg, run.train.context_slots // tokens, run.train.anchor_slots // anchors)
-    memory = step_memory(run.drafter, run.train, hidden_size=facts.hidden_size, vocab_size=facts.vocab_size, tied=False)
-    return Load(
-        tokens=tokens,
-        padding=buckets.padding_share,
-        samples=samples,
-        micro_samples=max(1.0, fit),
-        feature_bytes=token_bytes(run, facts.hidden_size),
-        weights=memory.weights // 4,
-    )
-
-
-def costs_of(
-    run: RunSettings, asked: Asked, facts: TargetFacts, load: Load, rates: Rates, peer_gb_s: float | None
-) -> Costs:
-    """Return what each part of a run takes, predicted, or as it is told in `asked`."""
-    C, A = run.train.context_slots, run.train.anchor_slots
-    step = step_flops(run.drafter, facts, context_slots=C, anchor_slots=A, seen=load.tokens / 2)
-    if run.train.recompute == "layers":
-        step += again_flops(run.drafter, facts, context_slots=C, anchor_slots=A, seen=load.tokens / 2)
-    forward = target_flops(facts, max(run.drafter.taps), load.tokens)
-    if (each := run.target.devices_per_replica) > 1:
-        embedding, layers = layer_entries(facts.folder, max(run.drafter.taps))
-        forward *= slowest_share(split_layers(layers, embedding, each))
-    eight = run.train.moments == "8bit"
-    cost = costs(load, rates, target_flops=forward, step_flops=step, peer_gb_s=peer_gb_s, moments_in_bytes=eight)
-    if asked.target_rate:
-        cost = replace(cost, target=load.tokens / asked.target_rate)
-    return replace(cost, micro=A / asked.step_rate) if asked.step_rate else cost
 
 
 def _source(asked: Asked, profile: MachineProfile) -> str:

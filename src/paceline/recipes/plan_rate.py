@@ -10,7 +10,7 @@ from paceline.data.mixture import Coverage
 from paceline.data.plan import BucketTable
 from paceline.observe.console import Console
 from paceline.recipes.machine_rates import measured_rates, slowest_peer
-from paceline.recipes.plan_gpus import Asked, costs_of, facts_of, load_of
+from paceline.recipes.plan_costs import costs_of, expected_pace, facts_of, load_of
 from paceline.records import UserError
 
 
@@ -21,11 +21,6 @@ def expected_rate(
 
     `profile` is that of another machine.
     """
-    try:
-        made, rates = measured_rates(profile)
-    except UserError as error:
-        console.line(f"  rate unknown: {error} `paceline bench step` measures a drafter's step.")
-        return None
     targets, drafters = run.replicas, run.pipeline.drafters
     together = {*run.pipeline.targets} == {*drafters} and len({*drafters}) == len(drafters) == len(targets)
     if not together and len({*run.pipeline.targets, *drafters}) < len(run.pipeline.targets) + len(drafters):
@@ -33,7 +28,13 @@ def expected_rate(
         return None
     facts, each = facts_of(run), run.target.devices_per_replica
     load = load_of(run, facts, buckets, share)
-    cost = costs_of(run, Asked(len(run.devices), None, None, None), facts, load, rates, slowest_peer(made))
+    try:
+        made, rates = measured_rates(profile)
+        pace, how = expected_pace(run, facts, made)
+        cost = costs_of(run, facts, load, rates, peer_gb_s=slowest_peer(made), pace=pace)
+    except UserError as error:
+        console.line(f"  rate unknown: {error} `paceline bench step` measures a drafter's step.")
+        return None
     found = predict_roles(len(targets), len(drafters), load, cost, colocated=together, devices_per_replica=each)
     blocks = run.train.anchor_slots / cost.micro
     names = " and ".join(sorted(made.rates))
@@ -41,6 +42,12 @@ def expected_rate(
         f"  expected: about {found.samples_per_s:,.1f} samples/s, limited by {found.limit}; of the drafter alone about "
         f"{blocks:,.0f} blocks/s (predicted from the machine profile of {made.made_at[:10]}: {names})"
     )
+    console.line(f"  targets {how}")
     if run.train.offload == "moments":
         console.line("  copies of moments to and from host memory are not in it: nobody measured them")
-    return {**asdict(found), "blocks_per_s": blocks, "gpus": sorted(made.rates)}
+    return {
+        **asdict(found),
+        "blocks_per_s": blocks,
+        "gpus": sorted(made.rates),
+        "pace": {**asdict(pace), "targets": how},
+    }

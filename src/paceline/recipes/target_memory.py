@@ -46,9 +46,16 @@ def replica_memory(settings: RunSettings, facts: TargetFacts) -> list[TargetMemo
 def beyond_estimate(settings: RunSettings, kind: str) -> str:
     """Return why a target of this model_type needs more than the estimate, which is that of the fast path; an empty
     text if it does not."""
+    off = off_fast_path(settings, kind)
+    return f"{off}, so it needs more, which is not estimated" if off else ""
+
+
+def off_fast_path(settings: RunSettings, kind: str) -> str:
+    """Return why a target of this model_type will not be on the fast path, as far as that is known before it is loaded;
+    an empty text if it should be."""
     if settings.target.fast == "off":
-        return "target.fast off needs more, which is not estimated"
-    return "" if kind in PLAIN_TYPES else f"{kind} is not known to the fast path: it needs more, which is not estimated"
+        return "target.fast is off"
+    return "" if kind in PLAIN_TYPES else f"{kind} is not known to the fast path"
 
 
 def fewest_devices(settings: RunSettings, facts: TargetFacts, room: int) -> tuple[int, int] | None:

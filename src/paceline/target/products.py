@@ -11,11 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from paceline.drafter.e4m3 import TILE8, product8, quantize
 from paceline.records import UserError
 
-E4M3 = torch.float8_e4m3fn
-_LARGEST = torch.finfo(E4M3).max
-_TILE = 16  # entries: what the fp8 product wants inputs and outputs to be multiples of
 _NEEDED = (8, 9)  # compute capability: Ada and Hopper are the first with fp8 products
 
 
@@ -32,22 +30,8 @@ def product(x_TK: Tensor, matrix: Matrix) -> Tensor:
     if matrix.scale_N1 is None:
         return nn.functional.linear(x_TK, matrix.weight_NK, matrix.bias_N)
     quantized_TK, scale_T1 = quantize(x_TK)
-    made_TN = torch._scaled_mm(
-        quantized_TK,
-        matrix.weight_NK.t(),
-        scale_a=scale_T1,
-        scale_b=matrix.scale_N1.t(),
-        out_dtype=x_TK.dtype,
-        use_fast_accum=True,
-    )
+    made_TN = product8(quantized_TK, scale_T1, matrix.weight_NK, matrix.scale_N1, x_TK.dtype)
     return made_TN if matrix.bias_N is None else made_TN + matrix.bias_N
-
-
-def quantize(x_TK: Tensor) -> tuple[Tensor, Tensor]:
-    """Return x in e4m3 and the float32 scale [T, 1] of each row, by which it must be multiplied to be x again."""
-    wide_TK = x_TK.float()
-    scale_T1 = (wide_TK.abs().amax(-1, keepdim=True) / _LARGEST).clamp_min(1e-12)
-    return (wide_TK / scale_T1).clamp(-_LARGEST, _LARGEST).to(E4M3), scale_T1
 
 
 def in_fp8(matrix: Matrix) -> Matrix:
@@ -71,4 +55,4 @@ def check_fp8(device: torch.device, key: str) -> None:
 
 def fits_fp8(weight_NK: Tensor) -> bool:
     """Return whether a matrix has sizes that the fp8 product takes."""
-    return all(size % _TILE == 0 for size in weight_NK.shape)
+    return all(size % TILE8 == 0 for size in weight_NK.shape)

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 
 from paceline.config import DrafterSettings, TrainSettings
 from paceline.drafter.attention import TILE, fits_tiles
-from paceline.drafter.float8 import TILE8
+from paceline.drafter.e4m3 import TILE8
 from paceline.runtime.compiling import Policy
 from paceline.train import activations
 from paceline.train.activations import Phase
