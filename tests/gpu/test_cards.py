@@ -1,6 +1,7 @@
 """What small cards need, on a CUDA device: captured steps with each setting against the plain one, and their memory."""
 
 import gc
+import hashlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -58,15 +59,24 @@ LR = 2e-4  # an update then is far from overshooting
 
 @dataclass(frozen=True)
 class Ran:
-    """What a case left: its losses and first gradients, weights at the end, and memory."""
+    """What a case left: its losses, first gradients, weights and moments at the end, and memory.
+
+    Ten processes on one machine keep a few of these each, so of tensors only what tells them apart is kept.
+    """
 
     losses: list[float]
-    gradients: Tensor
-    weights: Tensor
-    state: dict[str, Tensor]
+    some_gradients: Tensor  # one in 64
+    gradients: str
+    weights: str
+    state: dict[str, str]
     recompiles: int
     peak: int
     said: StepMemory
+
+
+def digest(tensor: Tensor) -> str:
+    entries = tensor.detach().cpu().flatten().view(torch.uint8).numpy()
+    return hashlib.sha256(entries).hexdigest()
 
 
 def in_thread(call: Callable[[], Ran]) -> Ran:
@@ -93,27 +103,27 @@ def ran(name: str) -> Ran:
         step.warm()
         batches = feature_batches(SHAPE, torch.device("cpu"), torch.bfloat16)[-2:]  # labels are random: learnt by heart
         losses: list[float] = []
-        gradients = torch.zeros(0)
+        some_gradients, gradients = torch.zeros(0), ""
         for at in range(STEPS):
             step.clear()
             for batch in batches:
                 step.load(batch)
                 step.micro()
-            gradients = step.gradients.cpu() if at == 0 else gradients
+            if at == 0:
+                some_gradients, gradients = step.gradients[::64].cpu(), digest(step.gradients)
             step.limit(float("inf"), 0.0 if at == 2 else float("inf"))
             step.update(LR)
             losses.append(float(step.sums[0] / step.sums[1]))
             assert float(step.optimizer.skip) == (at == 2)
         step.optimizer.wait()
         peak = torch.cuda.max_memory_allocated(DEVICE) - before
-        weights = step._flat.weights_P.cpu()
-        state = {key: tensor.cpu().clone() for key, tensor in step.optimizer.state().items()}
         sizes = {"hidden_size": SHAPE.hidden_size, "vocab_size": SHAPE.vocab_size}
         return Ran(
             losses,
+            some_gradients,
             gradients,
-            weights,
-            state,
+            digest(step._flat.weights_P),
+            {key: digest(tensor) for key, tensor in step.optimizer.state().items()},
             step.recompiles,
             peak,
             step_memory(SHAPE.drafter, train, **sizes, tied=False),
@@ -124,7 +134,8 @@ def ran(name: str) -> Ran:
 
 def test_layers_run_again_give_the_same_gradients_within_rounding() -> None:
     plain, again = ran("plain"), ran("recompute")
-    assert float((again.gradients - plain.gradients).norm() / plain.gradients.norm()) < 0.02
+    apart = again.some_gradients - plain.some_gradients
+    assert float(apart.norm() / plain.some_gradients.norm()) < 0.02
     assert again.losses == pytest.approx(plain.losses, rel=0.02)
     assert again.recompiles == 0
 
@@ -132,16 +143,15 @@ def test_layers_run_again_give_the_same_gradients_within_rounding() -> None:
 @pytest.mark.parametrize(("away", "beside"), [("offload", "plain"), ("8bit, offload", "8bit")])
 def test_moments_in_host_memory_change_no_bit(away: str, beside: str) -> None:
     one, other = ran(away), ran(beside)
-    assert len(one.weights) > 2 * CHUNK  # both stages are used again
+    assert 64 * len(one.some_gradients) > 3 * CHUNK  # both stages are used again
     assert one.losses == other.losses
-    assert torch.equal(one.weights, other.weights)
-    assert one.state.keys() == other.state.keys()
-    assert all(torch.equal(tensor, other.state[key]) for key, tensor in one.state.items())
+    assert one.weights == other.weights
+    assert one.state == other.state
 
 
 def test_eight_bits_train_as_well_over_some_steps() -> None:
     plain, eight = ran("plain"), ran("8bit")
-    assert torch.equal(eight.gradients, plain.gradients)
+    assert eight.gradients == plain.gradients
     assert eight.losses == pytest.approx(plain.losses, rel=0.05)
     assert eight.losses[1] < eight.losses[0]
     assert eight.losses[2] < eight.losses[1]
