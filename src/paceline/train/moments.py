@@ -4,7 +4,7 @@ Those in host memory pass through the device in chunks while weights are updated
 one is copied back at the same time, on streams of their own, which a CUDA graph takes along. That memory is page-locked
 where it lies: torch's own pinned memory is rounded up to a power of two.
 
-Shapes: S entries of the weights, R = S / 256 blocks.
+Shapes: S entries of the weights, R = S / 256 blocks, I = 256 entries of a block.
 """
 
 import weakref
@@ -84,7 +84,7 @@ class Moments:
         places = [slice(first, min(first + self._at_once, S)) for first in range(0, S, max(1, self._at_once))]
         if not self._offload:
             for place in places:
-                yield place, self._seen(self._cut(self.parts, place))
+                yield place, self._all_seen(self._cut(self.parts, place))
             return
         cuda = bool(self._streams)
         current = torch.cuda.current_stream(self._device) if cuda else None
@@ -101,7 +101,7 @@ class Moments:
                     part.copy_(home, non_blocking=True)
             if current is not None:
                 current.wait_stream(self._streams[0])
-            yield place, self._seen(here)
+            yield place, self._all_seen(here)
             if current is not None:
                 self._streams[1].wait_stream(current)
             with torch.cuda.stream(self._streams[1]) if cuda else nullcontext():
@@ -134,7 +134,7 @@ class Moments:
         """Return weights, or what has an entry for each of them, as an update takes them: a block a row in 8 bits."""
         return in_blocks(x_S) if BLOCK in self._kinds.values() else x_S
 
-    def _seen(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _all_seen(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return tuple(
             self.seen(part) if each == 1 else part for each, part in zip(self._kinds.values(), parts, strict=True)
         )

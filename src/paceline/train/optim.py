@@ -4,7 +4,7 @@ Nothing here reads a device value on the host: the rate and whether a step appli
 written out; torch's foreach ones ask `is_compiling()`, which is true in every thread while one compiles (torch 2.13).
 
 Shapes: P entries of all weights that AdamW updates, S of the matrices, which may have a copy in another format, R
-blocks of 256 entries.
+blocks of I = 256 entries.
 """
 
 import math
