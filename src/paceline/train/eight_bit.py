@@ -8,7 +8,7 @@ Shapes: S entries, R = S / 256 blocks, I = 256 entries of a block.
 """
 
 import torch
-from jaxtyping import Float, UInt8
+from jaxtyping import Float, Shaped, UInt8
 from torch import Tensor
 
 BLOCK = 256
@@ -41,18 +41,22 @@ def dynamic_map(*, signed: bool) -> Float[Tensor, "256"]:
     return torch.cat(values).sort().values
 
 
+def in_blocks(x_S: Shaped[Tensor, " S"]) -> Shaped[Tensor, "R I"]:
+    """Return entries a block a row."""
+    return x_S.view(-1, BLOCK)
+
+
 def quantized(
-    x_S: Float[Tensor, " S"], middles: Float[Tensor, "255"]
-) -> tuple[UInt8[Tensor, " S"], Float[Tensor, " R"]]:
+    x_RI: Float[Tensor, "R I"], middles: Float[Tensor, "255"]
+) -> tuple[UInt8[Tensor, "R I"], Float[Tensor, " R"]]:
     """Return codes and scales of float32 values."""
-    x_RI = x_S.view(-1, BLOCK)
     scales_R = x_RI.abs().amax(-1).clamp_min(_LEAST)
     codes_RI = torch.bucketize(x_RI / scales_R[:, None], middles, out_int32=True, right=True)
-    return codes_RI.to(torch.uint8).view(-1), scales_R
+    return codes_RI.to(torch.uint8), scales_R
 
 
 def plain(
-    codes_S: UInt8[Tensor, " S"], scales_R: Float[Tensor, " R"], values: Float[Tensor, "256"]
-) -> Float[Tensor, " S"]:
+    codes_RI: UInt8[Tensor, "R I"], scales_R: Float[Tensor, " R"], values: Float[Tensor, "256"]
+) -> Float[Tensor, "R I"]:
     """Return what codes and scales stand for, in float32."""
-    return (values[codes_S.view(-1, BLOCK).int()] * scales_R[:, None]).view(-1)
+    return values[codes_RI.int()] * scales_R[:, None]

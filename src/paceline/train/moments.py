@@ -4,7 +4,7 @@ Those in host memory pass through the device in chunks while weights are updated
 one is copied back at the same time, on streams of their own, which a CUDA graph takes along. That memory is page-locked
 where it lies: torch's own pinned memory is rounded up to a power of two.
 
-Shapes: S entries of the weights, R = S / 256 blocks.
+Shapes: S entries of the weights, R = S / 256 blocks, I = 256 entries of a block.
 """
 
 import weakref
@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from paceline.records import RunError
-from paceline.train.eight_bit import BLOCK
+from paceline.train.eight_bit import BLOCK, in_blocks
 from paceline.train.flat import Flat
 
 Format = Literal["float32", "8bit"]
@@ -35,14 +35,17 @@ class Moments:
     """Zeros at first. `parts` are the live tensors, in the order of the format's kinds."""
 
     def __init__(self, weights_S: Float[Tensor, " S"], form: Format, *, offload: bool, compiled: bool = True) -> None:
-        """Allocate. `compiled` is whether an update is one kernel; else what it makes in passing limits it to chunks.
+        """Allocate. `compiled` is whether an update is; else what it makes in passing limits it to chunks.
+
+        In 8 bits it is limited so always: one kernel is made of it on a GPU (see `adamw_pass_8bit`), but that depends
+        on the compiler, and what another one would make is as large as the moments that are saved.
 
         Raises:
             RunError: with `offload`, host memory for them, which a GPU can read, is not to be had.
         """
         device, S = weights_S.device, len(weights_S)
         self._kinds, self._offload, self._device = KINDS[form], offload, device
-        self._at_once = S if compiled and not offload else CHUNK
+        self._at_once = S if compiled and form == "float32" and not offload else CHUNK
 
         def zeros(entries: int, where: torch.device) -> tuple[Tensor, ...]:
             return tuple(
@@ -56,10 +59,14 @@ class Moments:
         self._staged = [zeros(min(CHUNK, S), device) for _ in range(STAGED)]
         self._streams: tuple[torch.cuda.Stream, ...] = ()  # in and back
         try:
-            self.parts = zeros(S, torch.device("cpu"))
+            # In one piece: two of them could share a page, and a page is locked once.
+            formats = [_dtype(form, each, weights_S.dtype) for each in self._kinds.values()]
+            sizes = [S // each * kind.itemsize for each, kind in zip(self._kinds.values(), formats, strict=True)]
+            self._host = torch.zeros(sum(sizes), dtype=torch.uint8)
+            self.parts = tuple(part.view(kind) for part, kind in zip(self._host.split(sizes), formats, strict=True))
             if device.type == "cuda":
                 self._streams = (torch.cuda.Stream(device), torch.cuda.Stream(device))
-                _lock_pages(self.parts, device)
+                _lock_pages(self._host, device)
         except RuntimeError as error:
             smaller = "" if form == "8bit" else "train.moments to 8bit, or "
             raise RunError(
@@ -69,7 +76,7 @@ class Moments:
             ) from error
 
     def each(self) -> Iterator[tuple[slice, tuple[Tensor, ...]]]:
-        """Yield places in the weights and their moments on the device, which are to be updated in place.
+        """Yield places in the weights and their moments on the device, which are to be updated in place, as `seen`.
 
         The current stream must be that of the update. On a GPU nothing waits for the device.
         """
@@ -77,7 +84,7 @@ class Moments:
         places = [slice(first, min(first + self._at_once, S)) for first in range(0, S, max(1, self._at_once))]
         if not self._offload:
             for place in places:
-                yield place, self.parts if len(places) == 1 else self._cut(self.parts, place)
+                yield place, self._all_seen(self._cut(self.parts, place))
             return
         cuda = bool(self._streams)
         current = torch.cuda.current_stream(self._device) if cuda else None
@@ -94,7 +101,7 @@ class Moments:
                     part.copy_(home, non_blocking=True)
             if current is not None:
                 current.wait_stream(self._streams[0])
-            yield place, here
+            yield place, self._all_seen(here)
             if current is not None:
                 self._streams[1].wait_stream(current)
             with torch.cuda.stream(self._streams[1]) if cuda else nullcontext():
@@ -123,6 +130,15 @@ class Moments:
         if self._offload and self._streams:
             torch.cuda.current_stream(self._device).synchronize()
 
+    def seen(self, x_S: Tensor) -> Tensor:
+        """Return weights, or what has an entry for each of them, as an update takes them: a block a row in 8 bits."""
+        return in_blocks(x_S) if BLOCK in self._kinds.values() else x_S
+
+    def _all_seen(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(
+            self.seen(part) if each == 1 else part for each, part in zip(self._kinds.values(), parts, strict=True)
+        )
+
     def _cut(self, parts: tuple[Tensor, ...], place: slice) -> tuple[Tensor, ...]:
         return tuple(
             part[place.start // each : place.stop // each]
@@ -139,11 +155,10 @@ def _dtype(form: Format, each: int, weights: torch.dtype) -> torch.dtype:
     return weights if form == "float32" else torch.uint8 if each == 1 else torch.float32
 
 
-def _lock_pages(parts: tuple[Tensor, ...], device: torch.device) -> None:
-    """Let GPUs copy from and to these tensors while the host goes on, until they are let go."""
+def _lock_pages(memory: Tensor, device: torch.device) -> None:
+    """Let GPUs copy from and to a tensor while the host goes on, until it is let go."""
     runtime = torch.cuda.cudart()
     with torch.cuda.device(device):
-        for part in parts:
-            place = part.data_ptr()
-            torch.cuda.check_error(runtime.cudaHostRegister(place, part.nbytes, 1))  # 1: for every device
-            weakref.finalize(part, runtime.cudaHostUnregister, place).atexit = False
+        place = memory.data_ptr()
+        torch.cuda.check_error(runtime.cudaHostRegister(place, memory.nbytes, 1))  # 1: for every device
+        weakref.finalize(memory, runtime.cudaHostUnregister, place).atexit = False

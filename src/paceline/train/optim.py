@@ -4,7 +4,7 @@ Nothing here reads a device value on the host: the rate and whether a step appli
 written out; torch's foreach ones ask `is_compiling()`, which is true in every thread while one compiles (torch 2.13).
 
 Shapes: P entries of all weights that AdamW updates, S of the matrices, which may have a copy in another format, R
-blocks of 256 entries.
+blocks of I = 256 entries.
 """
 
 import math
@@ -168,13 +168,14 @@ class Optimizer:
         for region in self._regions:
             scalars = (self.skip, self.divisor, rate, root, (1 - lr * region.decay).float())
             copy_P = self._copy_S if region.start == 0 else None
+            seen = region.moments.seen
             for place, moments in region.moments.each():
                 there = slice(region.start + place.start, region.start + place.stop)
                 region.run(
-                    self._flat.weights_P[there],
-                    self._flat.gradients_P[there],
+                    seen(self._flat.weights_P[there]),
+                    seen(self._flat.gradients_P[there]),
                     moments,
-                    None if copy_P is None else copy_P[there],
+                    None if copy_P is None else seen(copy_P[there]),
                     scalars,
                     self._betas,
                     *region.more,
@@ -218,48 +219,50 @@ def adamw_pass(
 
 
 def adamw_pass_8bit(
-    weights_P: Float[Tensor, " P"],
-    gradients_P: Float[Tensor, " P"],
-    moments: tuple[UInt8[Tensor, " P"], Float[Tensor, " R"], UInt8[Tensor, " P"], Float[Tensor, " R"]],
-    copy_P: Float[Tensor, " P"] | None,
+    weights_RI: Float[Tensor, "R I"],
+    gradients_RI: Float[Tensor, "R I"],
+    moments: tuple[UInt8[Tensor, "R I"], Float[Tensor, " R"], UInt8[Tensor, "R I"], Float[Tensor, " R"]],
+    copy_RI: Float[Tensor, "R I"] | None,
     scalars: Scalars,
     betas: tuple[float, float],
     maps: Maps,
 ) -> None:
     """Do what `adamw_pass` does over moments of 8 bits (see `eight_bit`): codes and scales of mean and square.
 
-    A weight is updated by its moments as they are before they are stored.
+    A weight is updated by its moments as they are before they are stored. Everything comes a block a row: of views made
+    in here the compiler does not see that a block's largest moment and what else is done with it are one pass, and
+    writes both moments of all entries in between, in float32.
     """
-    wide = torch.promote_types(weights_P.dtype, torch.float32)
+    wide = torch.promote_types(weights_RI.dtype, torch.float32)
     old_mean, old_square = (plain(moments[at], moments[at + 1], maps[at]).to(wide) for at in (0, 2))
-    apply, mean, square = _updated(weights_P, gradients_P, old_mean, old_square, copy_P, scalars, betas)
+    apply, mean, square = _updated(weights_RI, gradients_RI, old_mean, old_square, copy_RI, scalars, betas)
     for at, moment in ((0, mean), (2, square)):
-        codes_P, scales_R = quantized(moment.float(), maps[at + 1])
-        moments[at].copy_(torch.where(apply, codes_P, moments[at]))
+        codes_RI, scales_R = quantized(moment.float(), maps[at + 1])
+        moments[at].copy_(torch.where(apply, codes_RI, moments[at]))
         moments[at + 1].copy_(torch.where(apply, scales_R, moments[at + 1]))
 
 
 def _updated(
-    weights_P: Tensor,
-    gradients_P: Tensor,
-    old_mean_P: Tensor,
-    old_square_P: Tensor,
-    copy_P: Tensor | None,
+    weights: Tensor,
+    gradients: Tensor,
+    old_mean: Tensor,
+    old_square: Tensor,
+    copy: Tensor | None,
     scalars: Scalars,
     betas: tuple[float, float],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Update weights and their copy; return whether that was to be done, and the new moments."""
+    """Update weights and their copy; return whether that was to be done, and the new moments. All have one shape."""
     skip, divisor, rate, root, kept = scalars
-    old = weights_P.to(old_mean_P.dtype)
-    gradient = gradients_P.to(old_mean_P.dtype) / divisor
-    mean = torch.lerp(old_mean_P, gradient, 1 - betas[0])
-    square = old_square_P * betas[1] + gradient * gradient * (1 - betas[1])
-    new = old * kept - rate * mean / (square.sqrt() / root + _ADAM_EPS)
+    old = weights.to(old_mean.dtype)
+    gradient = gradients.to(old_mean.dtype) / divisor
+    mean = torch.lerp(old_mean, gradient, 1 - betas[0])
+    square = old_square * betas[1] + gradient * gradient * (1 - betas[1])
+    updated = old * kept - rate * mean / (square.sqrt() / root + _ADAM_EPS)
     apply = skip == 0
-    weights = torch.where(apply, new, old).to(weights_P.dtype)
-    weights_P.copy_(weights)
-    if copy_P is not None:
-        copy_P.copy_(weights)
+    new = torch.where(apply, updated, old).to(weights.dtype)
+    weights.copy_(new)
+    if copy is not None:
+        copy.copy_(new)
     return apply, mean, square
 
 
