@@ -39,9 +39,10 @@ def plan(
 ) -> None:
     """Print an epoch's batches and padding; with --gpus how to split them, with --memory what fits. Loads no model."""
     given: list[tuple[str, object]] = [("--target-rate", target_rate), ("--step-rate", step_rate)]
-    given += [("--profile", profile)] if memory is None else []
     if gpus is None and (alone := [name for name, value in given if value is not None]):
         raise UserError(f"{alone[0]} goes with --gpus, got it without. Add --gpus N, or leave it out.")
+    if profile is not None and gpus is None and memory is None:
+        raise UserError("--profile goes with --gpus or --memory, got it without. Add one of them, or leave it out.")
     from paceline.recipes.plan import plan_epoch
 
     asked, fits = None, None
@@ -54,6 +55,10 @@ def plan(
         from paceline.recipes.plan_fit import Card, plan_fit
 
         fits = partial(plan_fit, Card(read_memory(memory), profile))
+    if profile is not None:
+        from paceline.recipes.machine_rates import measured_rates
+
+        measured_rates(profile)  # what a person names has to be there, before anything is planned
     console = Console(json=json)
     made = plan_epoch(what, overrides or [], seed=seed, console=console, asked=asked, fits=fits)
     finish(console, json, made, "")

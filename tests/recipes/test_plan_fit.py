@@ -189,7 +189,7 @@ def test_memory_has_a_unit(text: str, size: int) -> None:
     assert read_memory(text) == size
 
 
-@pytest.mark.parametrize("text", ["24", "GiB", "24gb", "-1GiB", "0GiB", "1e9GiB", ""])
+@pytest.mark.parametrize("text", ["24", "GiB", "24gb", "-1GiB", "0GiB", "1e9GiB", "٢٤GiB", ""])
 def test_what_is_no_memory_is_refused(text: str) -> None:
     with pytest.raises(UserError, match=re.escape(f"such as 24GiB or 80GB, got {text!r}.")):
         read_memory(text)
@@ -311,6 +311,19 @@ def test_the_rate_is_that_of_the_packed_rows_that_are_named(
     assert found["changes"]["data.token_budget"] < 4096
     pasted = json.loads(plan(run_yaml, *settings, *found["overrides"], *asked).stdout)["fit"]
     assert (pasted["changes"], pasted["rate"]) == ({}, found["rate"])
+
+
+def test_a_profile_that_is_named_has_to_be_there(run_yaml: Path, tmp_path: Path) -> None:
+    """Else a slip of the pen would go unseen; nothing is printed before it is told."""
+    nowhere, broken = tmp_path / "nowhere.json", tmp_path / "broken.json"
+    broken.write_text("{")
+    for named, said in ((nowhere, "There is no machine profile at"), (broken, "cannot be read")):
+        asked = ["plan", str(run_yaml), "--memory", "40GiB", "--profile", str(named)]
+        done = CliRunner().invoke(app, asked)
+        assert isinstance(done.exception, UserError)
+        assert said in str(done.exception)
+        assert not done.output
+    assert "goes with --gpus or --memory" in plan(run_yaml, "--profile", nowhere, status=2)
 
 
 def test_computing_again_is_slower(run_yaml: Path, profile: Path) -> None:

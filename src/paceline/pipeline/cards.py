@@ -16,7 +16,7 @@ def read_memory(text: str) -> int:
     Raises:
         UserError: it is none, or more than any card's.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(GiB|MiB|GB|MB)", text.strip())
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(GiB|MiB|GB|MB)", text.strip(), re.ASCII)
     size = float(found[1]) * _UNITS[found[2]] if found else 0
     if not found or size < 1:
         raise UserError(f"--memory is a card's memory with its unit, such as 24GiB or 80GB, got {text!r}.")
