@@ -1,5 +1,6 @@
 """`plan --memory` names the cheapest that fits, by the whole grid; where nothing does, it says the least."""
 
+import dataclasses
 import json
 import re
 import shlex
@@ -20,12 +21,12 @@ from paceline.config import RunSettings
 from paceline.config_file import dump_settings, load_settings
 from paceline.drafter.float8 import check_sizes, product_sizes
 from paceline.pipeline.cards import card_for, read_memory, usable_of
-from paceline.pipeline.fit_search import Shape, candidates, changed, search
+from paceline.pipeline.fit_search import Fit, Shape, candidates, changed, search
 from paceline.pipeline.slots import slots_bytes
 from paceline.recipes.plan_fit import overrides
 from paceline.records import UserError
 from paceline.runtime.profile import Device, MachineKey, Rates, make_profile, save_profile
-from paceline.train.memory import step_memory
+from paceline.train.memory import gib, step_memory
 
 GIB = 2**30
 QWEN = SHAPES["qwen3-8b"]
@@ -343,6 +344,37 @@ def test_where_nothing_fits_the_least_is_said(run_yaml: Path) -> None:
     found = re.search(wanted, said)
     assert found, said
     assert json.loads(plan(run_yaml, *quick, "--memory", found[2], "--json").stdout)["fit"]["changes"]
+
+
+@pytest.mark.parametrize(
+    ("who", "changes", "advice"),
+    [
+        ("drafter rank 0", (), "lower drafter.layers, drafter.intermediate_size or train.anchors_per_sample."),
+        ("target replica 0", (), "set target.fp8 to on, or take a smaller target, or taps of earlier layers (drafter."),
+        ("target replica 0", ("target.fast=off",), "or take a smaller target, or taps"),
+        ("evaluator", (), "set evaluate.device to another one, or to null."),
+    ],
+)
+def test_what_to_lower_is_that_of_the_role_that_needs_most(
+    run_yaml: Path, monkeypatch: pytest.MonkeyPatch, who: str, changes: tuple[str, ...], advice: str
+) -> None:
+    def tells(run: RunSettings, *given: Any) -> Fit:
+        found = search(run, *given)
+        return dataclasses.replace(found, needs={"cuda:0": {"drafter rank 0": 2 * GIB, who: 90 * GIB}})
+
+    monkeypatch.setattr("paceline.recipes.plan_fit.search", tells)
+    said = plan(run_yaml, *changes, "--memory", "24GiB", status=2)
+    assert f"Use such cards, or {advice.removeprefix('or ')}" in said, said
+
+
+def test_a_profile_of_another_machine_is_not_had_by_a_doctor_here(run_yaml: Path) -> None:
+    said = plan(run_yaml, "--memory", "24GiB", "--profile", run_yaml.with_name("none.json"), status=2)
+    assert said.endswith("none.json. Name one that `paceline doctor` wrote on that machine.")
+
+
+@pytest.mark.parametrize(("size", "said"), [(2**30, "1.0 GiB"), (2**27, "0.1 GiB"), (2**26, "64.0 MiB")])
+def test_small_sizes_are_not_said_to_be_nothing(size: int, said: str) -> None:
+    assert gib(size) == said
 
 
 @pytest.mark.parametrize("memory", ["40GiB", "4GiB"])

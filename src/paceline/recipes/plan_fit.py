@@ -129,8 +129,18 @@ def _nothing_fits(least: Fit, memory: int) -> str:
     return (
         f"--memory must leave room for every role, but no settings fit cards of {gib(memory)}: at least, {changes}, "
         f"{device} needs {gib(least.most)} ({whom}), that is a card of {card_for(least.most)}. Use such cards, or "
-        "lower drafter.layers or train.anchors_per_sample."
+        f"{_lowers(max(parts, key=lambda who: parts[who]), least.settings)}."
     )
+
+
+def _lowers(who: str, run: RunSettings) -> str:
+    """Return what makes a role smaller beside what the search has tried."""
+    if who.startswith("drafter"):
+        return "lower drafter.layers, drafter.intermediate_size or train.anchors_per_sample"
+    if who == "evaluator":
+        return "set evaluate.device to another one, or to null"
+    halves = "set target.fp8 to on, or " if run.target.fp8 == "off" and run.target.fast == "auto" else ""
+    return f"{halves}take a smaller target, or taps of earlier layers (drafter.taps)"
 
 
 def _tell_changes(changes: Changes, now: Fit, usable: int, so_far: str, console: Console) -> None:

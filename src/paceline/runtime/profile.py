@@ -159,7 +159,7 @@ def load_profile(path: Path, here: MachineKey | None) -> tuple[MachineProfile | 
 
     `here` is what it has to hold for; None takes that of any machine.
     """
-    again = "Run `paceline doctor`."
+    again = "Run `paceline doctor`." if here else "Name one that `paceline doctor` wrote on that machine."
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

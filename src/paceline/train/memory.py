@@ -269,5 +269,5 @@ def _largest(memory: StepMemory) -> str:
 
 
 def gib(size: int) -> str:
-    """Return bytes in GiB."""
-    return f"{size / 2**30:.1f} GiB"
+    """Return bytes in GiB, or in MiB where they are fewer than a tenth of one."""
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:.1f} MiB"
