@@ -8,6 +8,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as the command line does, before torch is loaded
 
+import checked  # noqa: F401  (replaces the import hook's wrapper before anything of paceline is imported)
 import jaxtyping
 import numpy as np
 import pytest

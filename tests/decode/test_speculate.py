@@ -195,18 +195,34 @@ def asked(count: int = 40) -> list[Request]:
     ]
 
 
-@pytest.fixture
-def loop(
-    tiny: TargetFacts, shape: DrafterSettings, target: DecodingTarget, monkeypatch: pytest.MonkeyPatch
-) -> dict[int | str, Completion]:
-    """What the loop by hand makes of all requests with mostly right drafts and several stop tokens."""
+STOPS = (17, 101)  # beside the target's own
+
+
+@pytest.fixture(scope="module")
+def looped(
+    tiny: TargetFacts, shape: DrafterSettings, target: DecodingTarget
+) -> tuple[Guess, dict[int | str, Completion]]:
+    """Mostly right drafts, and what the loop by hand makes of all requests with them and several stop tokens."""
     model = AutoModelForCausalLM.from_pretrained(tiny.folder, dtype=torch.float64).requires_grad_(False)
     longer = [replace(request, max_new_tokens=request.max_new_tokens + 8) for request in asked()]
     plain = [c for _, c in Engine(target, Sampling(), rows=16, slots=120).run(longer)]  # right behind the limits too
     guess = mostly([[*c.prompt_ids, *c.token_ids] for c in plain])
-    monkeypatch.setattr(target, "stop_ids", (*tiny.eos_ids, 17, 101))
+    stops = (*tiny.eos_ids, *STOPS)
+    return guess, {r.key: by_hand(model, guess, r, stops, shape.block_size) for r in asked()}
+
+
+@pytest.fixture
+def loop(
+    looped: tuple[Guess, dict[int | str, Completion]],
+    tiny: TargetFacts,
+    target: DecodingTarget,
+    monkeypatch: pytest.MonkeyPatch,
+) -> dict[int | str, Completion]:
+    """What the loop by hand makes of all requests, with its drafts and stop tokens in place."""
+    guess, completions = looped
+    monkeypatch.setattr(target, "stop_ids", (*tiny.eos_ids, *STOPS))
     put_in_place(monkeypatch, guess)
-    return {r.key: by_hand(model, guess, r, target.stop_ids, shape.block_size) for r in asked()}
+    return dict(completions)
 
 
 def complete(engine: Engine, requests: list[Request]) -> dict[int | str, Completion]:

@@ -63,7 +63,7 @@ def settings(
     return make
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_is_bit_identical_with_and_without(settings: Any, layout: str, optimizer: str) -> None:
     for name, changes in (("one", {}), ("two", {"pipeline": {"drafters": ["cpu"] * 2, "targets": ["cpu"] * 2}})):
