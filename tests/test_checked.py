@@ -8,7 +8,7 @@ import checked
 import pytest
 import torch
 from beartype import beartype
-from jaxtyping import Float
+from jaxtyping import Float, TypeCheckError
 from torch import Tensor
 
 from paceline.blocks import anchor_candidates
@@ -47,7 +47,7 @@ class Pair:
 def raises(call: Callable[..., Any], arguments: tuple[Any, ...], more: dict[str, Any]) -> bool:
     try:
         call(*arguments, **more)
-    except Exception:
+    except TypeCheckError:
         return True
     return False
 
@@ -88,7 +88,7 @@ def test_the_same_calls_are_wrong_as_with_jaxtyping_alone(
 
 
 def test_paceline_is_checked() -> None:
-    with pytest.raises(Exception, match="anchor_candidates"):
+    with pytest.raises(TypeCheckError, match="anchor_candidates"):
         anchor_candidates(torch.ones(2, 3))  # type: ignore[arg-type]
 
 

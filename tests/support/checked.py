@@ -13,7 +13,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jaxtyping
+from beartype import BeartypeConf, beartype
 
+# The same error as jaxtyping's, which is a TypeError: what code that reads foreign data would meet without checks.
+_strict = beartype(conf=BeartypeConf(violation_type=jaxtyping.TypeCheckError))
 stock: Callable[..., Any] = jaxtyping.jaxtyped
 
 
@@ -26,7 +29,7 @@ def _has_shape(hint: Any) -> bool:
 
 
 def jaxtyped(checked: Any = None, *, typechecker: Any = None) -> Any:
-    """Stand in for `jaxtyping.jaxtyped`: the same violations raise, as beartype's errors."""
+    """Stand in for `jaxtyping.jaxtyped`: the same violations raise the same error. `typechecker` means beartype."""
     if checked is None:
         return functools.partial(jaxtyped, typechecker=typechecker)
     hints = getattr(checked, "__annotations__", {}).values()
@@ -39,7 +42,7 @@ def jaxtyped(checked: Any = None, *, typechecker: Any = None) -> Any:
         return stock(checked, typechecker=typechecker)
     if not hints:
         return checked
-    strict = typechecker(checked)
+    strict = _strict(checked)
     shapes = any(map(_has_shape, hints))
 
     @functools.wraps(checked)
