@@ -153,8 +153,10 @@ def bench_pipeline(
 ) -> None:
     """A whole run with random weights: samples/s, against both of its sides alone."""
     console = Console(json=json)
-    here = (targets or choose_device(None)).split(",")
-    there = drafters.split(",") if drafters else here
+    here = [choose_device(None)] if targets is None else targets.split(",")
+    there = here if drafters is None else drafters.split(",")
+    named = [(name, "--targets") for name in here] + [(name, "--drafters") for name in there]
+    devices = [choose_device(name, option) for name, option in named]
     from paceline.recipes.bench_pipeline import bench_pipeline as measure
     from paceline.recipes.bench_pipeline import bench_stand_ins
 
@@ -164,7 +166,6 @@ def bench_pipeline(
         return
     from paceline.bench.pipeline import PipelineWork
 
-    devices = [choose_device(name) for name in (*here, *there)]
     gpu = all(name.startswith("cuda") for name in devices)
     if policy == "captured" and not all(name.startswith("cuda") for name in there):
         raise UserError(
@@ -172,9 +173,9 @@ def bench_pipeline(
             "compiled or eager."
         )
     if fp8 and (not gpu or dtype == "float32" or policy == "eager"):
-        named = ", ".join(dict.fromkeys(devices))
+        where = ", ".join(dict.fromkeys(devices))
         raise UserError(
-            f"--fp8 takes GPUs, --dtype bfloat16 and --policy compiled or captured, got {named}, "
+            f"--fp8 takes GPUs, --dtype bfloat16 and --policy compiled or captured, got {where}, "
             f"{dtype or 'bfloat16'} and {policy or 'captured'}. Change them, or leave it out."
         )
     work = PipelineWork(

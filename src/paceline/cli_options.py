@@ -35,8 +35,8 @@ TemplateArg = Annotated[
 ]
 
 
-def choose_device(wanted: str | None) -> str:
-    """Return the device that --device names, or a GPU if there is one.
+def choose_device(wanted: str | None, option: str = "--device") -> str:
+    """Return the device that an option names, or a GPU if there is one.
 
     Raises:
         UserError: there is no such device.
@@ -47,7 +47,7 @@ def choose_device(wanted: str | None) -> str:
 
     if wanted is None:
         return "cuda:0" if torch.cuda.is_available() else "cpu"
-    check_device(wanted, "--device")
+    check_device(wanted, option)
     return wanted
 
 

@@ -28,6 +28,14 @@ def test_nothing_is_captured_without_a_gpu() -> None:
     assert "--policy captured needs GPUs for drafters (--drafters), got cpu." in str(refused.exception)
 
 
+@pytest.mark.parametrize("option", ["--targets", "--drafters"])
+@pytest.mark.parametrize("name", ["", "cuda:00", "cuda:\u0663", "cuda:" + "9" * 5_000, "cpu:0"])
+@pytest.mark.parametrize("more", [(), ("--stand-ins",)])
+def test_a_device_that_is_none_is_refused_by_its_option(option: str, name: str, more: tuple[str, ...]) -> None:
+    refused = run(option, f"cpu,{name}", *more)
+    assert f"{option} must be cpu or cuda:N, got {name!r}." in str(refused.exception)
+
+
 def test_rows_have_what_is_documented_and_fit_one_another() -> None:
     done = run("--targets", "cpu", "--steps", "8", "--json")
     assert done.exit_code == 0, done.output

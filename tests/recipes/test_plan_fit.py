@@ -405,7 +405,7 @@ def test_what_cannot_be_planned_is_refused(run_yaml: Path) -> None:
     assert "--memory needs the shapes" in plan(folder, "--memory", "24GiB", status=2)
     assert "needs the target's shape" in plan(run_yaml, "target.model=nobody/nothing", "--memory", "24GiB", status=2)
     assert "got train.policy eager" in plan(run_yaml, "train.policy=eager", "--memory", "24GiB", status=2)
-    assert "attention over tiles, for which train.context_slots (100) must be" in plan(
+    assert "attention over tiles, for which train.context_slots (100) must be a multiple of 128. Set it so." in plan(
         run_yaml, "train.context_slots=100", "--memory", "24GiB", status=2
     )
     assert "Set evaluate.device to null" in plan(

@@ -165,3 +165,37 @@ def test_reading_needs_no_torch() -> None:
     code = "import sys, paceline.runtime.profile, paceline.recipes.doctor; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(
+    ("where", "wrong", "said"),
+    [
+        (("rates", "NVIDIA H200", "bf16_tflops"), True, "rates.NVIDIA H200.bf16_tflops, where True was found"),
+        (("rates", "NVIDIA H200", "memory_gb_s"), "700", "rates.NVIDIA H200.memory_gb_s, where '700' was found"),
+        (("machine", "devices", 0, "memory_gib"), -1, "machine.devices.0.memory_gib, where -1 was found"),
+        (("machine", "devices", 0, "name"), "a\x1b[2J", "machine.devices.0.name, where 'a\\x1b[2J' was found"),
+        (("compile_in_worker",), 1, "compile_in_worker, where 1 was found"),
+        (("made_at",), "yesterday", "made_at, where 'yesterday' was found"),
+        (("reason",), "two\nlines", "reason, where 'two\\nlines' was found"),
+        (("policy",), "x" * 5_000, f"policy, where '{'x' * 59}… was found"),
+        (("another\nkey",), 1, "another\\nkey, where 1 was found"),
+        (("format",), True, "has format True, this paceline reads 1"),
+        (("format",), "9" * 5_000, f"has format '{'9' * 59}…, this paceline reads 1"),
+    ],
+)
+def test_damage_is_named_with_what_was_found(
+    tmp_path: Path, where: tuple[str | int, ...], wrong: object, said: str
+) -> None:
+    rates = Rates(bf16_tflops=797.0, fp8_tflops=None, memory_gb_s=4000.0)
+    tree = json.loads(profile().model_copy(update={"rates": {"NVIDIA H200": rates}}).model_dump_json())
+    part = tree
+    for key in where[:-1]:
+        part = part[key]
+    part[where[-1]] = wrong
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps(tree))
+    found, reason = load_profile(path, HERE)
+    assert found is None
+    assert said in reason
+    assert reason.isprintable()
+    assert len(reason) < 300 + len(str(path))

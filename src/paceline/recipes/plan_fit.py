@@ -89,7 +89,7 @@ def _plain(value: Any) -> str:
 
 def _shape(run: RunSettings, evaluator: int | None) -> Shape:
     if rules := sizes_for_tiles(run.drafter, run.train):
-        raise UserError(f"plan --memory estimates attention over tiles, for which {rules}.")
+        raise UserError(f"plan --memory estimates attention over tiles, for which {rules}. Set it so.")
     if run.train.policy == "eager":
         raise UserError("plan --memory estimates a compiled or captured step, got train.policy eager. Set it to auto.")
     folder = target_folder(run.target)

@@ -1,5 +1,7 @@
 """Devices by name, refused in one sentence before anything is loaded."""
 
+import re
+
 import torch
 
 from paceline.records import UserError
@@ -12,7 +14,7 @@ def check_device(name: str, key: str) -> None:
         UserError: the name is another one, or there is no such GPU.
     """
     kind, _, index = name.partition(":")
-    if name != "cpu" and not (kind == "cuda" and index.isdecimal()):
+    if not re.fullmatch("cpu|cuda:(0|[1-9][0-9]{0,3})", name):  # torch knows no cuda:01 and no other digits
         raise UserError(f"{key} must be cpu or cuda:N, got {name!r}. Write for example cuda:0.")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if kind == "cuda" and int(index) >= count:

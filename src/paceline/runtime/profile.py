@@ -25,6 +25,10 @@ FILE = "machine.json"
 Policy = Literal["eager", "compiled", "captured"]
 Flex = Literal["forward and backward", "forward only", "none"]
 Speed = Annotated[float, Field(gt=0, lt=1e9, allow_inf_nan=False)]  # what times are predicted from divides by it
+Size = Annotated[float, Field(ge=0, lt=1e12, allow_inf_nan=False)]
+Line = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]  # printed as it is, so nothing that moves a cursor
+Day = Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\dT[0-9:+.]*$")]
+SHOWN: Final = 60  # characters of a damaged value
 
 
 class _Frozen(BaseModel):
@@ -34,18 +38,18 @@ class _Frozen(BaseModel):
 class Device(_Frozen):
     """One GPU."""
 
-    name: str
-    capability: str
-    memory_gib: float
+    name: Line
+    capability: Line
+    memory_gib: Size
 
 
 class Disk(_Frozen):
     """One file system: what paceline keeps there, and its speed where it could be written."""
 
     folder: str
-    free_gib: float
-    write_mb_s: float | None
-    read_mb_s: float | None
+    free_gib: Size
+    write_mb_s: Size | None
+    read_mb_s: Size | None
 
 
 class Rates(_Frozen):
@@ -59,8 +63,8 @@ class Rates(_Frozen):
 class MachineKey(_Frozen):
     """What a profile holds for."""
 
-    torch: str
-    driver: str | None
+    torch: Line
+    driver: Line | None
     devices: tuple[Device, ...]
 
 
@@ -68,17 +72,17 @@ class MachineProfile(_Frozen):
     """What works on this machine, as it was seen."""
 
     format: Literal[1] = FORMAT
-    made_at: str
-    python: str
+    made_at: Day
+    python: Line
     machine: MachineKey
     compile_in_worker: bool
     capture_in_worker: bool
-    flex_attention: dict[str, Flex]  # by kind of device: "cpu" or a GPU's name
+    flex_attention: dict[Line, Flex]  # by kind of device: "cpu" or a GPU's name
     peer_gb_s: tuple[tuple[Speed | None, ...], ...] = ()  # from row to column; null on the diagonal or where it failed
-    rates: dict[str, Rates] = {}  # by a GPU's name
+    rates: dict[Line, Rates] = {}  # by a GPU's name
     disks: tuple[Disk, ...] = ()
     policy: Policy
-    reason: str
+    reason: Line
 
 
 def choose_policy(*, gpu: bool, compiles: bool, captures: bool) -> tuple[Policy, str]:
@@ -97,7 +101,7 @@ def make_profile(
     *,
     compiles: bool,
     captures: bool,
-    flex_attention: dict[str, Flex],
+    flex_attention: dict[Line, Flex],
     peer_gb_s: tuple[tuple[float | None, ...], ...] = (),
     rates: dict[str, Rates] | None = None,
     disks: tuple[Disk, ...] = (),
@@ -161,22 +165,39 @@ def load_profile(path: Path, here: MachineKey | None) -> tuple[MachineProfile | 
     """
     again = "Run `paceline doctor`." if here else "Name one that `paceline doctor` wrote on that machine."
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        raw = json.loads(text)
     except FileNotFoundError:
         return None, f"There is no machine profile at {path}. {again}"
     except (OSError, ValueError, RecursionError) as error:
         return None, f"The machine profile {path} cannot be read ({error}). {again}"
     found = raw.get("format") if isinstance(raw, dict) else None
-    if found != FORMAT:
-        return None, f"The machine profile {path} has format {found}, this paceline reads {FORMAT}. {again}"
+    if found is True or found != FORMAT:
+        return None, f"The machine profile {path} has format {_shown(found)}, this paceline reads {FORMAT}. {again}"
     try:
-        profile = MachineProfile.model_validate(raw)
+        profile = MachineProfile.model_validate_json(text, strict=True)  # strict: neither true nor "700" is a speed
     except ValidationError as error:
-        where = ".".join(map(str, error.errors()[0]["loc"]))
-        return None, f"The machine profile {path} is damaged at {where or 'its top'}. {again}"
+        return None, f"The machine profile {path} is damaged at {_damage(error)}. {again}"
     if here is not None and (changed := _changes(profile.machine, here)):
         return None, f"The machine profile {path} is stale: it was made with {changed}. {again}"
     return profile, ""
+
+
+def _damage(error: ValidationError) -> str:
+    """Return where the first damage is and what was found there."""
+    first = error.errors(include_url=False)[0]
+    where = _shown(".".join(map(str, first["loc"])) or "its top").strip("'\"")
+    if first["type"] == "missing":
+        return f"{where}, which is missing"
+    if first["type"] == "json_invalid":  # Python reads NaN and Infinity, JSON has neither
+        return f"{where}, which is not JSON"
+    return f"{where}, where {_shown(first['input'])} was found"
+
+
+def _shown(value: object) -> str:
+    """Return a value of a file as it can be printed in a sentence."""
+    text = ascii(value)  # of a whole file at most: json.loads has read it
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
 
 def _changes(then: MachineKey, now: MachineKey) -> str:
