@@ -88,6 +88,8 @@ def step_rows(
         options += ["--device", "cpu"]
     rows = bench(asked, found, what, *options, cache=asked.out / "cache")
     ours = {row["policy"]: row for row in rows if row["who"] == "paceline"}
+    if failed := [f"{policy}: {row['failed']}" for policy, row in ours.items() if "failed" in row]:
+        raise RunError(f"{what}, {'; '.join(failed)}")
     if not gpu and "captured" in policies:
         ours["captured"] = ours["compiled"]
     return ours

@@ -113,6 +113,13 @@ def test_a_case_of_memory_that_failed_is_missed(judged: Judged) -> None:
     assert judged("memory", lambda command: text)["cases measured"] is False
 
 
+def test_a_policy_that_failed_fails_its_part_with_the_cause(judged: Judged, one_gpu: ModuleType) -> None:
+    rows = json.loads(steps(eager={}, captured={}))
+    rows.append({"who": "paceline", "policy": "compiled", "blocks_per_s": None, "failed": "out of memory"})
+    with pytest.raises(one_gpu.RunError, match="^small, compiled: out of memory$"):
+        judged("small", lambda command: json.dumps(rows))
+
+
 @pytest.mark.parametrize("good", [True, False])
 def test_throughput_is_held_to_its_bars(judged: Judged, good: bool) -> None:
     own = {"blocks_per_s": 6200.0, "ratio_to_best_peer": 1.3, "peak_gib": 31.6} if good else {}
