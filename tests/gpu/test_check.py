@@ -74,7 +74,7 @@ def test_a_right_step_is_far_from_the_bounds(
     for found in seen:
         for name, (error, bound) in found.items():
             print(f"{policy}, {dtype}, fp8 {fp8}: {name} {error:.2g} of {bound:.2g}")
-            assert error <= 0.7 * bound, name
+            assert error <= 0.8 * bound, name
 
 
 @pytest.mark.parametrize("fp8", ["off", "on"])

@@ -64,7 +64,7 @@ def names(batched: Sequence[Sequence[Entry]]) -> list[list[str]]:
 
 def test_a_group_shares_a_process_on_a_cpu() -> None:
     batched = names(list(batches(ENTRIES[1:], 0)))
-    assert ["cores-and-memory", "limits", "compiler", "disk", "ports"] in batched
+    assert ["cores-and-memory", "limits", "compiler", "python-modules", "disk", "ports"] in batched
     assert ["reset-under-warm-code"] in batched
     assert any("compile-main" in batch and "mode-max-autotune" in batch for batch in batched)
     assert [name for batch in batched for name in batch] == [entry.name for entry in ENTRIES[1:]]

@@ -1,5 +1,8 @@
 """The probes that look at the machine, and the pieces that others are made of; nothing here compiles with inductor."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -56,6 +59,31 @@ def test_a_compiler_that_fails(bench: Bench, tmp_path: Path, monkeypatch: pytest
     finding = machine.compiler(bench)
     assert finding.verdict == "refused"
     assert finding.observed.endswith("says: Python.h: no such file")
+
+
+@pytest.mark.parametrize(
+    ("variables", "verdict", "said"),
+    [
+        ({}, "ok", "keeps what it has compiled in"),
+        ({"PYTHONDONTWRITEBYTECODE": "1"}, "degraded", "PYTHONDONTWRITEBYTECODE is set: every process compiles"),
+        ({"PYTHONPYCACHEPREFIX": "/proc/none"}, "degraded", "/torch is not written: every process"),
+    ],
+)
+def test_whether_python_keeps_what_it_compiles(
+    variables: dict[str, str], verdict: str, said: str, tmp_path: Path
+) -> None:
+    package = tmp_path / "torch"  # takes the place of torch, which takes seconds to compile
+    for name in ("", *machine.STARTED):
+        (package / name).mkdir()
+        (package / name / "__init__.py").write_text("ONE = 1\n")
+    ours = ("PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX")
+    environment = {name: value for name, value in os.environ.items() if name not in ours} | variables
+    environment["PYTHONPATH"] = f"{tmp_path}:{Path(machine.__file__).parents[2]}"
+    code = "import torch, paceline.probe.machine as m; f = m.python_modules(None); print(f.verdict, f.observed)"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(f"{verdict} ")
+    assert said in done.stdout
+    assert ("the 4 modules of torch's compiler" in done.stdout) == (verdict == "degraded")
 
 
 def test_ports(bench: Bench) -> None:

@@ -96,6 +96,17 @@ ENTRIES: tuple[Entry, ...] = (
         harmless=True,
     ),
     Entry(
+        "python-modules",
+        "machine:python_modules",
+        "cpu",
+        120,
+        "Every start takes some seconds longer, and so does each process that a benchmark or a probe starts.",
+        "Unset PYTHONDONTWRITEBYTECODE, and name a folder that can be written in PYTHONPYCACHEPREFIX; in a container's "
+        "image, run `python -m compileall` on site-packages.",
+        group="machine",
+        harmless=True,
+    ),
+    Entry(
         "disk",
         "machine:disk",
         "cpu",

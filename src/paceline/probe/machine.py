@@ -1,5 +1,6 @@
 """Probes of the machine without compiling: torch and its GPUs, cores and memory, limits, compiler, disk, ports."""
 
+import importlib.util
 import os
 import platform
 import resource
@@ -21,6 +22,7 @@ GIB = 1 << 30
 DISK_BYTES, DISK_CHUNK, DISK_S = 128 << 20, 8 << 20, 8.0
 LOW_ROOM, LOW_MB_S = 5 * GIB, 30.0
 LOW_FILES, LOW_FREE_SHARE = 1024, 0.5
+STARTED = ("_dynamo", "_inductor", "_functorch", "fx")  # of torch: what every process that compiles imports
 SETTINGS = (
     "OMP_WAIT_POLICY",
     "OMP_NUM_THREADS",
@@ -30,6 +32,8 @@ SETTINGS = (
     "TORCHDYNAMO_DISABLE",
     "CUDA_VISIBLE_DEVICES",
     "CUDA_LAUNCH_BLOCKING",
+    "PYTHONDONTWRITEBYTECODE",
+    "PYTHONPYCACHEPREFIX",
 )
 
 
@@ -208,6 +212,25 @@ def compiler(bench: Bench) -> Finding:
         [*found.split(), "--version"], capture_output=True, text=True, errors="replace", timeout=60
     )
     return Finding("ok", f"{(version.stdout.splitlines() or [found])[0]} compiles a file that includes Python.h")
+
+
+def python_modules(bench: Bench) -> Finding:
+    """Look whether Python has kept what it compiled of torch, which an earlier probe imported; if not, compile it."""
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None:
+        return Finding("skipped", "torch is not installed")
+    kept = Path(importlib.util.cache_from_source(torch.origin))
+    if kept.exists():
+        return Finding("ok", f"Python keeps what it has compiled in {kept.parent}")
+    folder = Path(torch.origin).parent
+    sources = [path for name in STARTED for path in sorted((folder / name).rglob("*.py"))]
+    began = time.perf_counter()
+    for path in sources:
+        compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
+    seconds = time.perf_counter() - began
+    forbidden = "PYTHONDONTWRITEBYTECODE is set" if sys.dont_write_bytecode else f"{kept.parent} is not written"
+    took = f"the {len(sources):,} modules of torch's compiler alone took {seconds:.1f} s"
+    return Finding("degraded", f"{forbidden}: every process compiles Python's modules anew; {took}", {"s": seconds})
 
 
 def disk(bench: Bench) -> Finding:
