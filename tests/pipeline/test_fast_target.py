@@ -11,7 +11,7 @@ from paceline.config import RunSettings
 from paceline.observe.console import Console
 from paceline.recipes.train_checks import choose_policy
 from paceline.records import RunError, UserError
-from paceline.target.layers import enter, leave
+from paceline.target.layers import enter, widen
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_micro_batches_that_do_not_fit_what_was_compiled_are_told_of(
     """Without the mark that lets the number of tokens vary each is another shape. The functions are the test's own, for
     which nothing was compiled before."""
     monkeypatch.setattr("paceline.target.fast.enter", lambda *args: enter(*args))
-    monkeypatch.setattr("paceline.target.fast.leave", lambda *args: leave(*args))
+    monkeypatch.setattr("paceline.target.fast.widen", lambda *args: widen(*args))
     monkeypatch.setattr("paceline.target.fast._any_count", lambda tensor: tensor)
     monkeypatch.setattr("paceline.target.fast._TILE", 1)
     found, _ = run(settings("run"))

@@ -338,7 +338,7 @@ def test_a_replica_tells_which_path_it_takes(tiny: TargetFacts, monkeypatch: pyt
 
 def test_what_is_compiled_is_tried_before_it_is_used(tiny: TargetFacts, monkeypatch: pytest.MonkeyPatch) -> None:
     def compiled_wrongly(self: FastTrunk, alarm: Callable[[str], None], who: str) -> None:
-        self._leave = [lambda x, read, weights, shape: x]
+        self._behind = [lambda x, weights, shape: x.new_zeros(len(x), weights.down.weight_NK.shape[1])]
 
     monkeypatch.setattr(FastTrunk, "compile", compiled_wrongly)
     told: list[str] = []

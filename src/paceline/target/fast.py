@@ -2,7 +2,8 @@
 
 Samples lie end to end, padded to a whole number of tiles and not to one another. Every layer is two functions of
 tensors, before attention and behind it (see layers), with attention over all samples between them. Compiled, they are
-compiled once for all layers and for any number of tokens.
+compiled once for all layers and for any number of tokens. The two products that end in the residual stream add to it
+themselves, outside of what is compiled; only in fp8 products cannot add, and what is compiled does.
 
 Other kernels round otherwise than transformers' own: features differ by about as much as the format's rounding. What
 lies beside a sample changes its features by no more than that: a token is computed from its own sample alone, but torch
@@ -22,7 +23,8 @@ from torch import Tensor
 from paceline.blocks import context_positions
 from paceline.records import TokenBatch
 from paceline.runtime.compiling import OneShape, own_copy
-from paceline.target.layers import enter, leave, plain_layers, quantize_layers
+from paceline.target.layers import Weights, enter, leave, plain_layers, quantize_layers, widen
+from paceline.target.products import add_product_
 from paceline.target.stages import Sent, Stages, sent
 from paceline.target.varlen import KERNELS, Ends, kernel_for, samples_apart
 
@@ -44,18 +46,19 @@ class FastTrunk:
         self._last = devices[-1]
         kernels = {kernel_for(device, weight.dtype, head_dim, windows=windows) for device in devices}
         self.kernel = min(kernels, key=KERNELS.index)  # that all devices have
-        self._is_compiled = False
+        self._is_compiled = self._in_fp8 = False
         self._enter: list[Callable[..., Any]] = [enter] * len(devices)  # of each stage
-        self._leave: list[Callable[..., Any]] = [leave] * len(devices)
+        self._behind: list[Callable[..., Any]] = [widen] * len(devices)  # attention; in fp8 `leave`
 
     @property
     def recompiles(self) -> int:
         """Calls that torch would have compiled again after warm-up."""
-        return sum(part.recompiles for part in (*self._enter, *self._leave) if isinstance(part, OneShape))
+        return sum(part.recompiles for part in (*self._enter, *self._behind) if isinstance(part, OneShape))
 
     def quantize(self) -> None:
-        """Put the products in fp8; the decoder's own modules work no more."""
+        """Put the products in fp8, before anything is compiled; the decoder's own modules work no more."""
         quantize_layers(self._trunk, self._layers)
+        self._in_fp8, self._behind = True, [leave] * len(self._behind)
 
     def compile(self, alarm: Callable[[str], None], who: str = "") -> None:
         """Let what follows run compiled, apart from others in this process that are not `who`.
@@ -63,10 +66,11 @@ class FastTrunk:
         The next `features` compiles, which must happen alone (see Gate).
         """
         self._is_compiled = True
+        behind = leave if self._in_fp8 else widen
         for stage in range(len(self._enter)):  # each of which has one thread at a time
             name = f"{who}, stage {stage}" if self._stages else who
             self._enter[stage] = OneShape(own_copy(enter, name), instead=enter, alarm=alarm)
-            self._leave[stage] = OneShape(own_copy(leave, name), instead=leave, alarm=alarm)
+            self._behind[stage] = OneShape(own_copy(behind, name), instead=behind, alarm=alarm)
 
     @torch.no_grad()
     def features(self, tokens: TokenBatch, room_TD: Float[Tensor, "T D"] | None = None) -> Float[Tensor, "T D"]:
@@ -98,16 +102,23 @@ class FastTrunk:
             )
             read = samples_apart(q, k, v, ends, window=window, scale=layers.shape.scale, kernel=self.kernel)
             del q, k, v  # before the MLP, which needs the room
-            x_PH = cast(
-                Tensor,
-                self._leave[stage](self._counted(x_PH), self._counted(read.flatten(1)), weights, layers.shape),
-            )
+            x_PH = self._left(stage, x_PH, read.flatten(1), weights)
             if index in self._taps:
-                taken.append(sent(x_PH[:used], self._last))
-                while taken and stage == len(self._enter) - 1:  # from now on what was sent before is waited for
+                last = stage == len(self._enter) - 1
+                # What is taken later than now is a copy: the next layer adds to x itself.
+                taken.append(sent(x_PH[:used] if last else x_PH[:used].clone(), self._last))
+                while taken and last:  # from now on what was sent before is waited for
                     features_TD[:, filled : filled + self._width].copy_(taken.pop(0).arrived())
                     filled += self._width
         return features_TD
+
+    def _left(self, stage: int, x_PH: Tensor, read_PX: Tensor, weights: Weights) -> Tensor:
+        """Return a layer's output of its input, which is overwritten, and of what attention read."""
+        behind, shape = self._behind[stage], self._layers.shape
+        if self._in_fp8:
+            return cast(Tensor, behind(self._counted(x_PH), self._counted(read_PX), weights, shape))
+        x_PH = add_product_(x_PH, read_PX, weights.out)
+        return add_product_(x_PH, behind(self._counted(x_PH), weights, shape), weights.down)
 
     def _laid_out(self, tokens: TokenBatch) -> tuple[Tensor, Tensor, Ends]:
         """Return ids and positions on the device, padded with zeros, and where samples end, without waiting for it."""

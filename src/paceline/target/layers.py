@@ -202,8 +202,13 @@ def enter(
 def leave(x_TH: Tensor, read_TX: Tensor, weights: Weights, shape: Shape) -> Tensor:
     """Return a layer's output of its input and of what attention read."""
     x_TH = x_TH + product(read_TX, weights.out)
+    return x_TH + product(widen(x_TH, weights, shape), weights.down)
+
+
+def widen(x_TH: Tensor, weights: Weights, shape: Shape) -> Tensor:
+    """Return what a layer's MLP makes of x before its last product."""
     gate_TF, up_TF = product(rms_norm(x_TH, weights.mlp_norm_H, shape.eps), weights.gate_up).chunk(2, dim=-1)
-    return x_TH + product(nn.functional.silu(gate_TF) * up_TF, weights.down)
+    return nn.functional.silu(gate_TF) * up_TF
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -34,6 +34,15 @@ def product(x_TK: Tensor, matrix: Matrix) -> Tensor:
     return made_TN if matrix.bias_N is None else made_TN + matrix.bias_N
 
 
+def add_product_(x_TN: Tensor, read_TK: Tensor, matrix: Matrix) -> Tensor:
+    """Add a product to x, in place, and return x; `matrix` is not in fp8.
+
+    The product itself adds. Compiled it would not be in place, and x would be copied first.
+    """
+    x_TN.addmm_(read_TK, matrix.weight_NK.t())
+    return x_TN if matrix.bias_N is None else x_TN.add_(matrix.bias_N)
+
+
 def in_fp8(matrix: Matrix) -> Matrix:
     """Return a matrix in fp8."""
     return Matrix(*quantize(matrix.weight_NK), matrix.bias_N)
