@@ -22,7 +22,7 @@ from paceline.target.feature_cache import NoCache
 from paceline.target.layers import why_not_plain
 from paceline.target.load import TargetFacts
 from paceline.target.model import FeatureTarget
-from paceline.target.products import Matrix, check_fp8, in_fp8, product
+from paceline.target.products import Matrix, check_fp8, gated_product, in_fp8, product
 from paceline.target.replica import Pace, TargetReplica, pace_of
 from paceline.target.varlen import kernel_for
 
@@ -231,6 +231,21 @@ def test_a_product_in_fp8_is_near_and_keeps_every_rows_scale() -> None:
     error = (found - wanted - bias.double()).abs() / (x.double().abs() @ weight.double().T.abs() + bias.double().abs())
     assert error.max() <= 0.04, "e4m3 has three bits behind the first one"
     assert (product(torch.zeros(16, 96).bfloat16(), matrix) == bias.bfloat16()).all()
+
+
+@pytest.mark.parametrize("widest", [0, 1 << 15])
+def test_what_is_gated_in_fp8_is_near_and_keeps_every_rows_scale(widest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.target.products.WIDEST8", widest)
+    draw = torch.Generator().manual_seed(0)
+    rows = torch.randn(48, 128, generator=draw) * torch.logspace(-2, 1, 48)[:, None]
+    weight, bias = torch.randn(32, 64, generator=draw), torch.randn(32, generator=draw)
+    gate, up = rows.bfloat16().double().chunk(2, dim=-1)
+    wanted = (gate * torch.sigmoid(gate) * up) @ weight.bfloat16().double().t() + bias.bfloat16()
+    found = gated_product(rows.bfloat16(), in_fp8(Matrix(weight.bfloat16(), None, bias.bfloat16())))
+    assert found.dtype == torch.bfloat16
+    assert off(found, wanted) <= 0.1
+    plain = gated_product(rows.bfloat16(), Matrix(weight.bfloat16(), None, bias.bfloat16()))
+    assert off(plain, wanted) <= 0.01
 
 
 def test_a_target_in_fp8_holds_half_and_is_near(tiny: TargetFacts) -> None:

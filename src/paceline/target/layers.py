@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.target.conventions import ATTENTION
-from paceline.target.products import Matrix, fits_fp8, in_fp8, product
+from paceline.target.products import Matrix, fits_fp8, gated, gated_product, in_fp8, product
 
 _LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 PLAIN_TYPES = ("llama", "mistral", "qwen2", "qwen3")  # the model_type of decoders that are made of them
@@ -202,13 +202,16 @@ def enter(
 def leave(x_TH: Tensor, read_TX: Tensor, weights: Weights, shape: Shape) -> Tensor:
     """Return a layer's output of its input and of what attention read."""
     x_TH = x_TH + product(read_TX, weights.out)
-    return x_TH + product(widen(x_TH, weights, shape), weights.down)
+    return x_TH + gated_product(_gate_up(x_TH, weights, shape), weights.down)
 
 
 def widen(x_TH: Tensor, weights: Weights, shape: Shape) -> Tensor:
     """Return what a layer's MLP makes of x before its last product."""
-    gate_TF, up_TF = product(rms_norm(x_TH, weights.mlp_norm_H, shape.eps), weights.gate_up).chunk(2, dim=-1)
-    return nn.functional.silu(gate_TF) * up_TF
+    return gated(_gate_up(x_TH, weights, shape))
+
+
+def _gate_up(x_TH: Tensor, weights: Weights, shape: Shape) -> Tensor:
+    return product(rms_norm(x_TH, weights.mlp_norm_H, shape.eps), weights.gate_up)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -11,9 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from paceline.drafter.e4m3 import TILE8, product8, quantize
+from paceline.drafter.e4m3 import E4M3, TILE8, product8, quantize
 from paceline.records import UserError
 
+WIDEST8 = 32_768  # entries of a row that one kernel gates and quantizes
 _NEEDED = (8, 9)  # compute capability: Ada and Hopper are the first with fp8 products
 
 
@@ -30,7 +31,12 @@ def product(x_TK: Tensor, matrix: Matrix) -> Tensor:
     if matrix.scale_N1 is None:
         return nn.functional.linear(x_TK, matrix.weight_NK, matrix.bias_N)
     quantized_TK, scale_T1 = quantize(x_TK)
-    made_TN = product8(quantized_TK, scale_T1, matrix.weight_NK, matrix.scale_N1, x_TK.dtype)
+    return _product8(quantized_TK, scale_T1, matrix, x_TK.dtype)
+
+
+def _product8(x_TK: Tensor, scale_T1: Tensor, matrix: Matrix, dtype: torch.dtype) -> Tensor:
+    assert matrix.scale_N1 is not None
+    made_TN = product8(x_TK, scale_T1, matrix.weight_NK, matrix.scale_N1, dtype)
     return made_TN if matrix.bias_N is None else made_TN + matrix.bias_N
 
 
@@ -41,6 +47,39 @@ def add_product_(x_TN: Tensor, read_TK: Tensor, matrix: Matrix) -> Tensor:
     """
     x_TN.addmm_(read_TK, matrix.weight_NK.t())
     return x_TN if matrix.bias_N is None else x_TN.add_(matrix.bias_N)
+
+
+def gated_product(gate_up_T2F: Tensor, matrix: Matrix) -> Tensor:
+    """Return the rows silu(gate) * up times the transposed matrix, plus its bias, in their format."""
+    if matrix.scale_N1 is None or gate_up_T2F.shape[1] > 2 * WIDEST8:
+        return product(gated(gate_up_T2F), matrix)
+    gated_TF, scale_T1 = gated8(gate_up_T2F)
+    return _product8(gated_TF, scale_T1, matrix, gate_up_T2F.dtype)
+
+
+def gated(gate_up_T2F: Tensor) -> Tensor:
+    """Return silu(gate) * up."""
+    gate_TF, up_TF = gate_up_T2F.chunk(2, dim=-1)
+    return nn.functional.silu(gate_TF) * up_TF
+
+
+# An operator of its own, so that the compiler does not make it part of a kernel that reads every row twice.
+@torch.library.custom_op("paceline::gated8", mutates_args=(), schema="(Tensor x) -> (Tensor, Tensor)")
+def gated8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return silu(gate) * up of rows [T, 2F] in e4m3 [T, F] and the scale [T, 1] of each row; see quantize."""
+    if x.device.type != "cuda":
+        gate_TF, up_TF = x.float().chunk(2, dim=-1)
+        return quantize(nn.functional.silu(gate_TF) * up_TF)
+    from paceline.target.gate_kernel import gate_rows  # Triton comes with torch for GPUs alone
+
+    with torch.cuda.device(x.device):
+        return gate_rows(x)
+
+
+@gated8.register_fake
+def _(x: Tensor) -> tuple[Tensor, Tensor]:
+    made_TF = x.new_empty(x.shape[0], x.shape[1] // 2, dtype=E4M3)
+    return made_TF, x.new_empty(x.shape[0], 1, dtype=torch.float32)
 
 
 def in_fp8(matrix: Matrix) -> Matrix:
