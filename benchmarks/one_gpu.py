@@ -262,9 +262,9 @@ def where(asked: argparse.Namespace, found: Found) -> None:
 
 
 PARTS = {
-    "tests": Part(tests, 280),
+    "tests": Part(tests, 300),
     "small": Part(small, 120),
-    "beside": Part(beside, 260),
+    "beside": Part(beside, 330),
     "hog": Part(hog, 100),
     "cold": Part(cold, 150),
     "warm": Part(warm, 80),
