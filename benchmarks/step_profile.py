@@ -33,7 +33,7 @@ KINDS = (
     ("matrix products", ("nvjet", "cutlass", "gemm", "cublas", "xmma", "splitKreduce")),
     ("attention, backward", ("flex_attention_backward", "_backward_queries", "_backward_context")),
     ("between the head's products", ("_between", "log_softmax")),
-    ("quantizing", ("fp8", "float8", "e4m3", "_quantize", "_transpose")),
+    ("quantizing", ("fp8", "float8", "e4m3", "_quantize", "_transpose", "_gate")),
     ("element-wise, norms, update", ("triton_", "elementwise", "reduce", "multi_tensor", "CatArray")),
     ("attention, forward", ("flex_attention", "flash", "_forward")),
     ("copies and clearing", ("memcpy", "memset", "fill")),
