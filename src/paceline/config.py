@@ -44,8 +44,7 @@ class TargetSettings(Section):
     )
     fp8: Fp8 = Field(
         "off",
-        description="on: the products of its layers in fp8 (half the memory, features a little off); auto: where the "
-        "doctor saw it work",
+        description="on: its products in fp8 (half the memory, features a little off); auto: if the doctor agrees",
     )
     features: Literal["as_trained", "fp8"] = Field("as_trained", description="fp8: wait for the drafter as bytes")
     devices_per_replica: Count = Field(
@@ -168,8 +167,7 @@ class TrainSettings(Section):
     dtype: DType = Field("bfloat16", description="number format of the drafter's matrix products; weights are float32")
     fp8: Fp8 = Field(
         "off",
-        description="on: the drafter's products, backward too, and the head's in fp8 on a GPU, weights stay float32; "
-        "auto: where the doctor saw it work",
+        description="on: the drafter's products, also backward, and the head's in fp8; auto: if the doctor agrees",
     )
     recompute: Literal["off", "layers"] = Field("off", description="layers: backward computes all but the last again")
     moments: Literal["float32", "8bit"] = Field("float32", description="format of AdamW's moments of matrices")
