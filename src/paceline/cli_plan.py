@@ -60,5 +60,5 @@ def plan(
 
         measured_rates(profile)  # what a person names has to be there, before anything is planned
     console = Console(json=json)
-    made = plan_epoch(what, overrides or [], seed=seed, console=console, asked=asked, fits=fits)
+    made = plan_epoch(what, overrides or [], seed=seed, console=console, asked=asked, fits=fits, profile=profile)
     finish(console, json, made, "")

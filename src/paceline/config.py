@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from pydantic_core import PydanticCustomError
 
 DType = Literal["float32", "bfloat16"]
+Fp8 = Literal["off", "on", "auto"]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Weight = Annotated[float, Field(ge=1e-6, le=1000)]
 Whole = Annotated[int, Field(lt=2**31)]
@@ -41,8 +42,9 @@ class TargetSettings(Section):
     fast: Literal["auto", "off"] = Field(
         "auto", description="auto: a plain decoder on a GPU skips padding and fuses; off: transformers' own forward"
     )
-    fp8: Literal["off", "on"] = Field(
-        "off", description="on: the products of its layers in fp8 (half the memory, features a little off)"
+    fp8: Fp8 = Field(
+        "off",
+        description="on: its products in fp8 (half the memory, features a little off); auto: if the doctor agrees",
     )
     features: Literal["as_trained", "fp8"] = Field("as_trained", description="fp8: wait for the drafter as bytes")
     devices_per_replica: Count = Field(
@@ -163,9 +165,9 @@ class TrainSettings(Section):
     clip: float = Field(1.0, gt=0, description="largest gradient norm")
     gamma: float | None = Field(None, gt=0, description="decay of slot weights, exp(-(k-1)/gamma); null: by block_size")
     dtype: DType = Field("bfloat16", description="number format of the drafter's matrix products; weights are float32")
-    fp8: Literal["off", "on"] = Field(
+    fp8: Fp8 = Field(
         "off",
-        description="on: the drafter's products, backward too, and the head's in fp8 on a GPU; weights stay float32",
+        description="on: the drafter's products, also backward, and the head's in fp8; auto: if the doctor agrees",
     )
     recompute: Literal["off", "layers"] = Field("off", description="layers: backward computes all but the last again")
     moments: Literal["float32", "8bit"] = Field("float32", description="format of AdamW's moments of matrices")

@@ -1,6 +1,8 @@
 """Products of training in fp8 on a CUDA device: against float64 at a run's shapes, and in a captured step."""
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,9 +11,15 @@ from torch import Tensor
 from paceline.bench.features import feature_batches
 from paceline.bench.shapes import SHAPES, Shape
 from paceline.bench.weights import random_drafter, random_ends
-from paceline.config import DrafterSettings, TrainSettings
+from paceline.config import DrafterSettings, RunSettings, TrainSettings
 from paceline.drafter.float8 import linear8, transposed
+from paceline.observe.console import Console
+from paceline.observe.reading import read_events
+from paceline.probe.finding import Bench
+from paceline.probe.runner import Call, run_probes
+from paceline.recipes.train import train
 from paceline.runtime.compiling import Policy, forbid_recompiles, warm_compiler
+from paceline.runtime.profile import Fp8, make_profile, profile_path, save_profile, this_machine
 from paceline.train.step import DrafterStep
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("traceable")]
@@ -131,3 +139,39 @@ def test_a_step_of_the_comparison_with_bfloat16_is_right_and_learns(fp8: str) ->
         found = pool.submit(body).result()
     assert found[0] == pytest.approx(10.8, abs=0.3)  # ln 49,152: nothing is learnt yet
     assert found[-1] < 0.95 * found[0]
+
+
+def test_the_doctors_probe_finds_that_it_works() -> None:
+    (result,) = run_probes([Call("paceline.probe.products8:step_and_target", 180.0)], Bench(1, "", "", ""))
+    finding = result[0]
+    assert finding.verdict == "ok", finding.observed
+    assert finding.numbers["works"] == {torch.cuda.get_device_name(DEVICE): True}
+
+
+def test_a_run_on_auto_is_in_fp8_where_the_profile_says_so(
+    tmp_path: Path,
+    tiny_folder: Path,
+    shape: DrafterSettings,
+    write_dataset: Callable[..., Path],
+    random_rows: list,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = torch.cuda.get_device_name(DEVICE)
+    fp8 = {name: Fp8(works=True, reason="it gives right values, and is faster")}
+    profile = make_profile(this_machine(), compiles=True, captures=True, flex_attention={}, fp8=fp8)
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
+    save_profile(profile, profile_path())
+    settings = RunSettings.model_validate(
+        {
+            "run_dir": str(tmp_path / "run"),
+            "target": {"model": str(tiny_folder), "fp8": "auto"},
+            "drafter": {**shape.model_dump(), "block_size": 16},
+            "data": {"dataset": str(write_dataset(random_rows)), "token_budget": 120, "align": 8, "buckets": 3},
+            "train": {"max_steps": 3, "context_slots": 128, "anchor_slots": 16, "anchors_per_sample": 4, "fp8": "auto"},
+            "pipeline": {"targets": ["cuda:0"], "drafters": ["cuda:0"]},
+        }
+    )
+    summary = train(settings, console=Console(json=True))
+    assert summary["fp8"] == {"train": "on", "target": "on"}
+    told = [event for event in read_events(tmp_path / "run") if event["event"] in ("target_path", "no_fp8")]
+    assert [(event["event"], event.get("fp8")) for event in told] == [("target_path", True)]

@@ -9,9 +9,12 @@ from trained_run import of, run
 
 from paceline.config import RunSettings
 from paceline.observe.console import Console
+from paceline.observe.lines import line_of
 from paceline.recipes.train_checks import choose_policy
 from paceline.records import RunError, UserError
 from paceline.target.layers import enter, widen
+from paceline.target.replica import Pace
+from paceline.target.self_check import Wanted
 
 
 @pytest.fixture
@@ -84,3 +87,27 @@ def test_what_cannot_take_the_fast_path_is_refused_for_fp8_alone(
     monkeypatch.setattr("paceline.target.model.why_not_plain", lambda trunk, fp8: "it is odd")
     with pytest.raises(RunError, match="failed while loading: target.fp8: on .* cannot take: it is odd. Set it to off"):
         run(settings("run", target={"fp8": "on", "dtype": "bfloat16"}, train={"policy": "compiled"}))
+
+
+def test_what_cannot_take_fp8_goes_on_in_bfloat16_where_that_was_chosen(
+    settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The target was in fp8 already when it was seen to be off, so it is loaded again."""
+    bfloat16 = {"target": {"dtype": "bfloat16"}, "train": {"policy": "eager", "max_steps": 3}}
+    pipeline = {"targets": ["cpu"]}
+    wanted, _ = run(settings("wanted", **bfloat16, pipeline=pipeline))
+    why_not = Wanted.why_not
+    monkeypatch.setattr(
+        Wanted, "why_not", lambda self, fast, *, fp8: "it is off" if fp8 else why_not(self, fast, fp8=False)
+    )
+    monkeypatch.setattr("paceline.pipeline.threads.pace_of", lambda *asked: Pace(fast=True, fp8=True))
+    monkeypatch.setattr("paceline.recipes.train.choose_fp8", lambda settings, *_, **__: settings)
+    found, _ = run(settings("found", target={**bfloat16["target"], "fp8": "auto"}, train=bfloat16["train"],
+                            pipeline=pipeline))  # fmt: skip
+    (told,) = of(found, "no_fp8")
+    assert (told["role"], told["device"], told["reason"]) == ("target replica 0", "cpu", "it is off")
+    (path,) = of(found, "target_path")
+    assert (path["path"], path["fp8"], path["reason"]) == ("fast", False, "")
+    assert (line_of(told) or "").startswith("WARNING: target replica 0 on cpu computes in bfloat16 and not in fp8")
+    losses = [[event["loss"] for event in of(events, "step")] for events in (wanted, found)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2)

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from paceline.cli import app
 from paceline.config import RunSettings
 from paceline.config_file import dump_settings
-from paceline.runtime.profile import Device, MachineKey, Rates, make_profile, save_profile
+from paceline.runtime.profile import Device, Fp8, MachineKey, Rates, make_profile, save_profile
 
 GPU = Device(name="NVIDIA H200", capability="9.0", memory_gib=139.8)
 RATES = Rates(bf16_tflops=797.0, fp8_tflops=1400.0, memory_gb_s=4000.0)
@@ -36,7 +36,7 @@ def run_yaml(tmp_path: Path, tiny_folder: Path, shape: Any, write_dataset: Calla
 
 @pytest.fixture
 def profile(tmp_path: Path) -> Callable[..., Path]:
-    def save(*, rates: Rates | None = RATES, peers: bool = True) -> Path:
+    def save(*, rates: Rates | None = RATES, peers: bool = True, fp8: bool | None = None) -> Path:
         made = make_profile(
             MachineKey(torch="2.11.0+cu130", driver="580", devices=(GPU, GPU)),
             compiles=True,
@@ -44,6 +44,7 @@ def profile(tmp_path: Path) -> Callable[..., Path]:
             flex_attention={},
             peer_gb_s=((None, 394.0), (390.0, None)) if peers else (),
             rates={"NVIDIA H200": rates} if rates else {},
+            fp8={} if fp8 is None else {"NVIDIA H200": Fp8(works=fp8, reason="it was tried")},
         )
         save_profile(made, tmp_path / "machine.json")
         return tmp_path / "machine.json"
@@ -142,6 +143,16 @@ def test_a_family_that_the_fast_path_does_not_know_is_named(
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "olmo2", "architectures": None}))
     _, said = told_of(run_yaml, f"target.model={folder}", "--profile", profile())
     assert said == "by transformers' own forward: olmo2 is not known to the fast path"
+
+
+def test_auto_is_what_the_profile_says(run_yaml: Path, profile: Callable[..., Path]) -> None:
+    auto = ("target.fp8=auto", "train.fp8=auto")
+    for fp8, same in ((True, "on"), (False, "off"), (None, "off")):
+        place = profile(fp8=fp8)
+        found, _ = told_of(run_yaml, *auto, "--profile", place)
+        wanted, _ = told_of(run_yaml, f"target.fp8={same}", f"train.fp8={same}", "--profile", place)
+        assert found["gpus"]["seconds"] == wanted["gpus"]["seconds"]
+        assert (found["memory"], found["target"]) == (wanted["memory"], wanted["target"])
 
 
 def test_products_in_fp8_are_predicted_from_their_own_rate(run_yaml: Path, profile: Callable[..., Path]) -> None:

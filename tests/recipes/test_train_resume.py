@@ -315,3 +315,15 @@ def test_rows_that_were_set_aside_are_known_again_and_rejected_steps_are_none(tm
         quarantine.write("rejected", step=2, fingerprint="f", row=4, rows=[{"row": 5, "dataset": "d"}])
     with Quarantine(tmp_path) as quarantine:
         assert known_rows(quarantine) == [("f", 3)]
+
+
+def test_fp8_stays_what_it_was_whatever_the_doctor_has_found_since(
+    settings: Callable[..., RunSettings], stopped: Callable[[RunSettings], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = settings("run", train={"fp8": "auto"}, target={"fp8": "auto"})
+    run = stopped(tree)
+    assert "fp8: auto" in (run / "settings.yaml").read_text()
+    for kind in ("train", "target"):
+        monkeypatch.setattr(f"paceline.recipes.choose_fp8._of_{kind}", lambda *asked: (True, "it works now"))
+    summary = train(tree, console=Console(json=True), resume=True)
+    assert summary["fp8"] == {"train": "off", "target": "off"}

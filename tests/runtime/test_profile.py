@@ -111,8 +111,9 @@ def test_a_little_more_memory_is_the_same_gpu(tmp_path: Path) -> None:
     [
         ("{", "cannot be read"),
         ("[]", "has format None"),
-        ('{"format": 0}', "has format 0, this paceline reads 1"),
-        ('{"format": 1}', "is damaged at "),
+        ('{"format": 0}', "has format 0, this paceline reads 2"),
+        ('{"format": 1}', "has format 1, this paceline reads 2. Run `paceline doctor`."),
+        ('{"format": 2}', "is damaged at "),
     ],
 )
 def test_a_profile_that_is_not_ours(tmp_path: Path, text: str, said: str) -> None:
@@ -179,8 +180,8 @@ def test_reading_needs_no_torch() -> None:
         (("reason",), "two\nlines", "reason, where 'two\\nlines' was found"),
         (("policy",), "x" * 5_000, f"policy, where '{'x' * 59}… was found"),
         (("another\nkey",), 1, "another\\nkey, where 1 was found"),
-        (("format",), True, "has format True, this paceline reads 1"),
-        (("format",), "9" * 5_000, f"has format '{'9' * 59}…, this paceline reads 1"),
+        (("format",), True, "has format True, this paceline reads 2"),
+        (("format",), "9" * 5_000, f"has format '{'9' * 59}…, this paceline reads 2"),
     ],
 )
 def test_damage_is_named_with_what_was_found(

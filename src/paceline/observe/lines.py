@@ -32,6 +32,7 @@ _SENTENCES = {
     "loading": "{role} on {device}: {share:.0%} of the weights are loaded",
     "console_lost": "{message} The run goes on and shows nothing.",
     "disagreement": "WARNING: {message}",
+    "no_fp8": "WARNING: {role} on {device} computes in bfloat16 and not in fp8 (target.fp8: auto): {reason}",
     "evaluator_failed": "{said}; {then}",
     "best_not_kept": "the state after step {steps:,} is the best, but cannot be kept: {message}",
     "stopping": "{message}: stopping, this step is finished and saved; SIGTERM or Ctrl-C again stops at once",

@@ -325,6 +325,9 @@ def _build_replica(
         pace = {"compiled": replica.pace.compiled and not reason, "fp8": replica.pace.fp8}
         tell("target_path", **told, **pace, attention=replica.attention, reason=reason)
 
+    def on_no_fp8(replica: TargetReplica, reason: str) -> None:
+        tell("no_fp8", role=replica.name, device=device, reason=reason)
+
     due = time.monotonic() + _LOADING_S
 
     def on_loaded(replica: TargetReplica, share: float) -> None:
@@ -350,6 +353,8 @@ def _build_replica(
         on_loaded=on_loaded,
         pace=pace_of(settings.target, device, policy),
         on_path=on_path,
+        needs_fp8=settings.target.fp8 == "on",
+        on_no_fp8=on_no_fp8,
         alarm=alarm,
         made=made and partial(made, index),
         before=before,

@@ -248,6 +248,15 @@ ENTRIES: tuple[Entry, ...] = (
         _GENERATOR,
         hazard=True,
     ),
+    # Numbers
+    Entry(
+        "fp8",
+        "products8:step_and_target",
+        "cuda",
+        180,
+        "With `auto`, `train.fp8` and `target.fp8` are off on the GPUs named; a run loses nothing else.",
+        "Leave them on `auto` or `off`; report what was observed.",
+    ),
     # Attention
     Entry(
         "flex-attention",

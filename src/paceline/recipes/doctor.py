@@ -42,6 +42,9 @@ def doctor(*, console: Console, out: Path | None = None, runs: Path = Path("runs
     except OSError as error:
         kept = f"The profile could not be written to {place} ({error.strerror or error}): `train` will not find it."
     console.rich.print(_report(results), soft_wrap=True)
+    for name, fp8 in profile.fp8.items():
+        said = f"fp8: `auto` is {'on' if fp8.works else 'off'} on {name}: {fp8.reason}."
+        console.line(fill(said, WIDTH))
     console.line(f"Policy: `train` takes `{profile.policy}`. {profile.reason} {kept}")
     return {
         "probes": [result.json() for result in results],

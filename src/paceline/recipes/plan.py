@@ -11,6 +11,7 @@ from paceline.data.manifest import Origin
 from paceline.data.mixture import Coverage, Mixture, coverage, first_table, open_mixture
 from paceline.data.plan import BucketTable
 from paceline.observe.console import Console
+from paceline.recipes.choose_fp8 import planned_fp8
 from paceline.recipes.plan_memory import check_target, plan_memory, target_folder
 from paceline.records import UserError, many
 
@@ -29,10 +30,11 @@ def plan_epoch(
     console: Console,
     asked: Split | None = None,
     fits: Fits | None = None,
+    profile: Path | None = None,
 ) -> dict[str, Any]:
     """Print the first epoch of a dataset folder, or of a RUN.yaml with the drafter's memory, and return it as data.
 
-    With `asked` and `fits` also what they say of a RUN.yaml.
+    With `asked` and `fits` also what they say of a RUN.yaml. `profile` is that of the machine it is planned for.
 
     Raises:
         UserError: the input cannot be read, or an argument does not go with its kind.
@@ -43,6 +45,7 @@ def plan_epoch(
         raise UserError(f"{option} needs the shapes of target and drafter, but {what} is a folder. Give a RUN.yaml.")
     if run:
         check_target(run)
+        run = planned_fp8(run, profile, console)
     settings, train = (run.data, run.train) if run else _folder_settings(what, overrides, seed)
     began = time.perf_counter()
     mixture = open_mixture(settings)

@@ -22,6 +22,7 @@ from paceline.observe.events import EventLog
 from paceline.observe.live import RunView
 from paceline.observe.quarantine import Quarantine
 from paceline.pipeline.threads import train_in_threads
+from paceline.recipes.choose_fp8 import choose_fp8, fp8_of
 from paceline.recipes.train_checks import check_run_folder, choose_policy
 from paceline.recipes.train_evaluate import TrueAcceptance
 from paceline.recipes.train_facts import drafter_meta, fixed_facts, say_what_made_it, step_flops, tell_begin
@@ -68,13 +69,17 @@ def train(
         store.sweep(run)
         fixed = fixed_facts(settings, inputs)
         start = find_start(run, fixed, previous=resume_previous, console=console) if resume else None
-        check_room(run, settings, inputs.facts)
+        # Settings and checkpoints keep what was asked, checkpoints beside it what came of that.
+        before = start.state.get("fp8") if start else None
+        chosen = choose_fp8(settings, inputs.facts.hidden_size, policy, console, before=before)
+        fixed["fp8"] = fp8_of(chosen)
+        check_room(run, chosen, inputs.facts)
         if start is None:
             warm = warm or warm_start(settings, inputs.facts, console)
             say_what_made_it(run, inputs, warm)
         best = best_so_far(run, start, settings.evaluate.best_by, console)
         write_whole(run / "settings.yaml", dump_settings(settings))
-        return _run(settings, inputs, check, fixed, start, warm, best, policy, stages, console)
+        return _run(chosen, inputs, check, fixed, start, warm, best, policy, stages, console)
 
 
 def _run(
@@ -171,7 +176,7 @@ def _run(
             events.write(kind, message=str(error) or type(error).__name__)
             raise
         summary = {"run": str(run), "drafter": str(folder), **teller.summary()}
-        summary |= {"policy": policy, "recompiles": recompiles, "train_s": teller.seconds()}
+        summary |= {"policy": policy, "fp8": fixed["fp8"], "recompiles": recompiles, "train_s": teller.seconds()}
         summary |= {"quarantined_rows": len(aside), **acceptance.summary()}
         events.write("trained", **summary)
     return summary

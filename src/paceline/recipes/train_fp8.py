@@ -15,7 +15,7 @@ def check_train_fp8(settings: RunSettings, hidden_size: int, policy: Policy) -> 
     Raises:
         UserError: train.fp8 asks for what cannot be had.
     """
-    if settings.train.fp8 == "off":
+    if settings.train.fp8 != "on":
         return
     for device in settings.pipeline.drafters:
         if torch.device(device).type != "cuda":

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from paceline.records import UserError
 
-FORMAT: Final = 1  # of the file; a profile of another one is made again
+FORMAT: Final = 2  # of the file; a profile of another one is made again
 FILE = "machine.json"
 
 Policy = Literal["eager", "compiled", "captured"]
@@ -60,6 +60,13 @@ class Rates(_Frozen):
     memory_gb_s: Speed  # read and written
 
 
+class Fp8(_Frozen):
+    """Whether products in fp8 are worth having on a kind of GPU, and why or why not."""
+
+    works: bool  # right and faster: what `auto` needs
+    reason: Line
+
+
 class MachineKey(_Frozen):
     """What a profile holds for."""
 
@@ -71,7 +78,7 @@ class MachineKey(_Frozen):
 class MachineProfile(_Frozen):
     """What works on this machine, as it was seen."""
 
-    format: Literal[1] = FORMAT
+    format: Literal[2] = FORMAT
     made_at: Day
     python: Line
     machine: MachineKey
@@ -80,6 +87,7 @@ class MachineProfile(_Frozen):
     flex_attention: dict[Line, Flex]  # by kind of device: "cpu" or a GPU's name
     peer_gb_s: tuple[tuple[Speed | None, ...], ...] = ()  # from row to column; null on the diagonal or where it failed
     rates: dict[Line, Rates] = {}  # by a GPU's name
+    fp8: dict[Line, Fp8] = {}  # by a GPU's name
     disks: tuple[Disk, ...] = ()
     policy: Policy
     reason: Line
@@ -104,6 +112,7 @@ def make_profile(
     flex_attention: dict[Line, Flex],
     peer_gb_s: tuple[tuple[float | None, ...], ...] = (),
     rates: dict[str, Rates] | None = None,
+    fp8: dict[str, Fp8] | None = None,
     disks: tuple[Disk, ...] = (),
 ) -> MachineProfile:
     """Return a profile made now, with its policy."""
@@ -117,6 +126,7 @@ def make_profile(
         flex_attention=flex_attention,
         peer_gb_s=peer_gb_s,
         rates=rates or {},
+        fp8=fp8 or {},
         disks=disks,
         policy=policy,
         reason=reason,

@@ -2,7 +2,7 @@
 
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -40,6 +40,8 @@ class Pace:
 def pace_of(target: TargetSettings, device: str, policy: Policy) -> Pace:
     """Return how a replica on a device computes.
 
+    A target.fp8 that is still auto was found to work on the device (see choose_fp8).
+
     On a CPU the fast path rounds otherwise and gains little, so there it is taken only where the step is compiled.
 
     Raises:
@@ -54,7 +56,7 @@ def pace_of(target: TargetSettings, device: str, policy: Policy) -> Pace:
         )
     if target.fp8 == "on":
         check_fp8(where, "target.fp8")
-    return Pace(fast, fast and policy != "eager", target.fp8 == "on")
+    return Pace(fast, fast and policy != "eager", target.fp8 == "on" or (target.fp8 == "auto" and fast))
 
 
 _PLAIN = Pace()
@@ -92,6 +94,8 @@ class TargetReplica:
         on_loaded: Callable[["TargetReplica", float], None] = lambda replica, share: None,
         pace: Pace = _PLAIN,
         on_path: Callable[["TargetReplica", str], None] = lambda replica, reason: None,
+        needs_fp8: bool = True,
+        on_no_fp8: Callable[["TargetReplica", str], None] = lambda replica, reason: None,
         alarm: Callable[[str], None] = lambda guard: None,
         made: Callable[[], FeatureTarget] | None = None,
         before: Sequence[str] = (),
@@ -106,7 +110,8 @@ class TargetReplica:
         `deliver` returns whether the features were still wanted; `room` returns where a micro-batch's may be
         written at once, on this device, and is theirs until they are delivered; `on_split` is told of a micro-batch
         that is computed again for lack of memory, and in how many parts; `on_loaded` which share of the weights is
-        there; `on_path` why the fast path that was asked for is not taken, nothing if it is; `alarm` what did not fit
+        there; `on_path` why the fast path that was asked for is not taken, nothing if it is; `on_no_fp8` why a target
+        that was to compute in fp8 cannot, and without `needs_fp8` goes on in its own format; `alarm` what did not fit
         what was compiled. `made` gives a target that is there already, instead of loading one with `load_trunk`.
         """
         self.name, self.device, self._before, self._doing = f"target replica {index}", device, tuple(before), ""
@@ -116,6 +121,7 @@ class TargetReplica:
         self._deliver, self._gate, self._room, self._packs = deliver, gate, room, packs
         self._on_split, self._on_loaded = on_split, on_loaded
         self.pace, self._on_path, self._alarm, self._made = pace, on_path, alarm, made
+        self._needs_fp8, self._on_no_fp8 = needs_fp8, on_no_fp8
         self._load_trunk = load_trunk
 
     def load(self) -> None:
@@ -124,6 +130,28 @@ class TargetReplica:
         Raises:
             UserError: they do not.
         """
+        self._load()
+        if self.pace.fast:
+            reason = self._target.quicken(fp8=self.pace.fp8)
+            if reason and self._may_leave_fp8:
+                self._load_without_fp8(reason)
+                reason = self._target.quicken()
+            self._told_path(reason, certain=not self.pace.compiled)
+        for device in self._before:  # for the last one waits who called
+            wait_for(device)
+
+    @property
+    def _may_leave_fp8(self) -> bool:
+        return self.pace.fp8 and not self._needs_fp8
+
+    def _load_without_fp8(self, reason: str) -> None:
+        """Load again, because in fp8 the weights' own format was let go of."""
+        self.pace = replace(self.pace, fp8=False)
+        self._on_no_fp8(self, reason)
+        del self._target  # there may be no room for both
+        self._load()
+
+    def _load(self) -> None:
         if self._made is not None:
             self._revision, self._target = self._facts.revision, self._made()
         else:
@@ -143,10 +171,6 @@ class TargetReplica:
             check_features(self._target, self._facts.name, packed=True)
         except UserError as error:  # which matters only where samples share a row
             self._unpackable = error
-        if self.pace.fast:
-            self._told_path(self._target.quicken(fp8=self.pace.fp8), certain=not self.pace.compiled)
-        for device in self._before:  # for the last one waits who called
-            wait_for(device)
 
     @property
     def attention(self) -> str | None:
@@ -168,6 +192,10 @@ class TargetReplica:
         try:
             if self.pace.compiled and self._target.is_fast:
                 reason = self._target.compile(self._largest, self._alarm, self.name)
+                if reason and self._may_leave_fp8:
+                    self._load_without_fp8(reason)
+                    plain = self._target.quicken()
+                    reason = plain or self._target.compile(self._largest, self._alarm, self.name)
                 self._told_path(reason, certain=True)
             under_way = [self._whole(self._largest) for _ in range(self._width)]
             features_TD = under_way[0]

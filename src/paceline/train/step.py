@@ -58,6 +58,7 @@ class DrafterStep:
         policy: Policy = "eager",
         alarm: Callable[[str], None] = lambda reason: None,
     ) -> None:
+        assert settings.fp8 != "auto", "choose_fp8 makes on or off of it"
         self.drafter, self.settings, self.policy = drafter, settings, policy
         weight = drafter.fc.weight
         self.device, self.dtype = weight.device, weight.dtype
