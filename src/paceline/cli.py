@@ -193,10 +193,11 @@ def train(
     """Train a drafter: target replicas feed it their features, every role in a thread of its own."""
     from paceline.recipes.train_stop import stoppable
 
-    with stoppable():
+    with stoppable() as imported:
         tree = (_resumed if resume or resume_previous else load_settings)(settings, overrides or [])
         from paceline.recipes.train import train as recipe
 
+        imported()
         console = Console(json=json)
         summary = recipe(tree, console=console, resume=resume, resume_previous=resume_previous)
     steps = many(summary["train_steps"], "step")

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, cast, get_args
 
 import typer
 
-from paceline.cli_options import AsJson, Device, Number, choose_device, finish
+from paceline.cli_options import AsJson, Device, Number, check_captured, choose_device, finish, refuse_idle
 from paceline.observe.console import Console
 from paceline.records import UserError
 
@@ -60,8 +60,8 @@ def bench_step(
         Literal["off", "moments"], typer.Option(help="Moments in host memory, as train.offload; ours alone.")
     ] = "off",
     steps: Annotated[int, typer.Option(min=1, help="Steps that are timed.")] = 500,
-    noise: Annotated[int, typer.Option(min=0, help="Threads that run forwards of a small model beside it.")] = 0,
-    hog: Annotated[bool, typer.Option("--hog", help="A thread beside it that holds the interpreter.")] = False,
+    noise: Annotated[int, typer.Option(min=0, help="Threads that run forwards of a small model beside ours.")] = 0,
+    hog: Annotated[bool, typer.Option("--hog", help="A thread beside ours that holds the interpreter.")] = False,
     json: AsJson = False,
 ) -> None:
     """The drafter's step under each policy, in a worker thread as in a run, and peers' beside it."""
@@ -69,6 +69,9 @@ def bench_step(
         unknown = sorted(set(given or []) - set(known))
         if unknown:
             raise UserError(f"{name} is one of {', '.join(known)}, got {unknown[0]!r}.")
+    if peer:
+        beside_ours = {"--noise": noise or None, "--hog": hog}
+        refuse_idle("--peer", "measures both sides with nothing beside them", beside_ours)
     where = choose_device(device)
     from paceline.bench.shapes import SHAPES
     from paceline.bench.step import bench_step as measure
@@ -152,6 +155,9 @@ def bench_pipeline(
     json: AsJson = False,
 ) -> None:
     """A whole run with random weights: samples/s, against both of its sides alone."""
+    if stand_ins:
+        of_models = {"--shape": shape, "--policy": policy, "--dtype": dtype, "--batches-per-step": batches_per_step}
+        refuse_idle("--stand-ins", "measures roles that compute nothing", {**of_models, "--fp8": fp8})
     console = Console(json=json)
     here = [choose_device(None)] if targets is None else targets.split(",")
     there = here if drafters is None else drafters.split(",")
@@ -215,23 +221,28 @@ def bench_generate(
     json: AsJson = False,
 ) -> None:
     """The decoding engine: tokens/s, against transformers' generate and against what memory allows."""
+    if continuous:
+        refuse_idle("--continuous", "measures generate_batch with greedy decoding", {"--sampled": sampled})
     where = choose_device(device)
+    check_captured(captured, where)
     gpu = where.startswith("cuda")
     from paceline.bench.generate import Work
     from paceline.bench.generate import bench_generate as measure
 
     count = rows or (64 if not gpu else 1024 if shape == "smollm2" else 256)
+    asked = prompts or count
+    batch = (count if gpu else 8) if against is None else against
     work = Work(
         shape=shape,
         device=where,
         dtype=dtype or ("bfloat16" if gpu else "float32"),
         rows=count,
-        prompts=prompts or count,
+        prompts=asked,
         tokens=tokens or (128 if shape == "smollm2" else 512),
         sampled=sampled,
         captured=gpu if captured is None else captured,
         compiled=compiled,
-        against_batch=(count if gpu else 8) if against is None else against,
+        against_batch=min(batch, asked),
         continuous=continuous,
     )
     console = Console(json=json)
@@ -243,9 +254,10 @@ def bench_generate(
 def bench_decode(
     run: Annotated[Path | None, typer.Option(help="A run's drafter and its target. Default: random weights.")] = None,
     prompts: Annotated[Path | None, typer.Option(help="JSONL file of prompts for --run.")] = None,
-    shape: Annotated[Literal["smollm2", "qwen3-8b"], typer.Option(help="Which random weights, without --run.")] = (
-        "smollm2"
-    ),
+    shape: Annotated[
+        Literal["smollm2", "qwen3-8b"] | None,
+        typer.Option(help="Which random weights, without --run. Default: smollm2."),
+    ] = None,
     right: Annotated[
         bool, typer.Option("--right", help="With random weights: every draft is right, not none.")
     ] = False,
@@ -261,15 +273,16 @@ def bench_decode(
     if (run is None) != (prompts is None):
         missing, given = ("--prompts", "--run") if prompts is None else ("--run", "--prompts")
         raise UserError(f"--run and --prompts go together, got {given} alone. Add {missing}.")
-    if run is not None and right:
-        raise UserError("--right is for random weights, got it with --run, whose drafter is what it is. Leave one out.")
+    if run is not None:
+        refuse_idle("--run", "measures that run's own weights", {"--shape": shape, "--right": right})
     where = choose_device(device)
+    check_captured(captured, where)
     gpu = where.startswith("cuda")
     from paceline.bench.decode import Work
     from paceline.bench.decode import bench_decode as measure
 
     work = Work(
-        shape=shape if run is None else str(run),
+        shape=(shape or "smollm2") if run is None else str(run),
         right=right,
         prompt_file=prompts,
         device=where,

@@ -51,6 +51,27 @@ def choose_device(wanted: str | None, option: str = "--device") -> str:
     return wanted
 
 
+def refuse_idle(beside: str, why: str, given: dict[str, object]) -> None:
+    """Refuse options beside one that leaves nothing for them to do; `given` has None or False for what was left out.
+
+    Raises:
+        UserError: some were given.
+    """
+    idle = [option for option, value in given.items() if value is not None and value is not False]
+    if idle:
+        raise UserError(f"{beside} {why}, got {' and '.join(idle)} too. Leave one or the other out.")
+
+
+def check_captured(captured: bool | None, device: str) -> None:
+    """Refuse CUDA graphs that are asked for where there is no GPU.
+
+    Raises:
+        UserError: they are.
+    """
+    if captured and not device.startswith("cuda"):
+        raise UserError(f"--captured needs a GPU (--device), got {device}. Leave it out, or name a GPU.")
+
+
 def read_template_arg(text: str) -> tuple[str, Any]:
     """Return name and value of a --template-arg.
 

@@ -63,7 +63,12 @@ def test_figures_are_medians_and_ratios_those_of_repeats() -> None:
     [
         (["--run", "r"], "--run and --prompts go together, got --run alone. Add --prompts."),
         (["--prompts", "p"], "--run and --prompts go together, got --prompts alone. Add --run."),
-        (["--run", "r", "--prompts", "p", "--right"], "--right is for random weights"),
+        (["--run", "r", "--prompts", "p", "--right"], "--run measures that run's own weights, got --right too."),
+        (
+            ["--run", "r", "--prompts", "p", "--right", "--shape", "smollm2"],
+            "--run measures that run's own weights, got --shape and --right too. Leave one or the other out.",
+        ),
+        (["--device", "cpu", "--captured"], "--captured needs a GPU (--device), got cpu. Leave it out, or name a GPU."),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options: list[str], message: str) -> None:

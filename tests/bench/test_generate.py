@@ -47,3 +47,25 @@ def test_the_command_measures_both_sides(monkeypatch: pytest.MonkeyPatch) -> Non
     assert result["roofline_share"] > 0
     assert result["prefill_share"] + result["decode_share"] < 1
     assert torch.get_default_dtype() == torch.float32
+
+
+def test_their_batch_is_what_they_were_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate, "bench_generate", lambda work, console: {"batch": work.against_batch})
+    for options, batch in ((["--rows", "4"], 4), (["--rows", "4", "--prompts", "6"], 6), (["--against", "0"], 0)):
+        done = CliRunner().invoke(app, ["bench", "generate", "--device", "cpu", "--json", *options])
+        assert json.loads(done.stdout) == {"batch": batch}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["--continuous", "--sampled"],
+            "--continuous measures generate_batch with greedy decoding, got --sampled too. Leave one or the other out.",
+        ),
+        (["--captured"], "--captured needs a GPU (--device), got cpu. Leave it out, or name a GPU."),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(options: list[str], message: str) -> None:
+    done = CliRunner().invoke(app, ["bench", "generate", "--device", "cpu", *options])
+    assert str(done.exception) == message

@@ -131,3 +131,20 @@ def test_stand_ins_have_a_row_for_each_pair(monkeypatch: pytest.MonkeyPatch) -> 
     for row, most in zip(rows, (100, 50), strict=True):  # a sleep may last longer, and never less
         assert 0 < row["slower_side_per_s"] <= most * 1.001
         assert row["share_of_bound"] == pytest.approx(row["micro_batches_per_s"] / row["slower_side_per_s"], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--shape", "tiny"], "--shape"),
+        (["--policy", "eager"], "--policy"),
+        (["--dtype", "float32"], "--dtype"),
+        (["--batches-per-step", "2"], "--batches-per-step"),
+        (["--fp8", "--shape", "qwen3-8b"], "--shape and --fp8"),
+    ],
+)
+def test_stand_ins_refuse_what_they_have_no_use_for(options: list[str], named: str) -> None:
+    refused = run("--stand-ins", "--targets", "cpu", *options)
+    assert str(refused.exception) == (
+        f"--stand-ins measures roles that compute nothing, got {named} too. Leave one or the other out."
+    )

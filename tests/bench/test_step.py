@@ -103,6 +103,12 @@ def test_a_policy_that_fails_takes_no_other_with_it(monkeypatch: pytest.MonkeyPa
             "--peer takes a --shape whose samples have one length, which nobody has to pad (tiny-2x128, "
             "qwen3-8b-2x3072, qwen3-8b-8x550), got tiny.",
         ),
+        (
+            ["--shape", "tiny-2x128", "--peer", "specforge", "--noise", "1", "--hog"],
+            "0.2.0",
+            "--peer measures both sides with nothing beside them, got --noise and --hog too. Leave one or the other "
+            "out.",
+        ),
         (["--peer", "eagle"], "", "--peer is one of specforge, speculators, got 'eagle'."),
         (
             ["--optimizer-state", "bf16", "--dtype", "float32"],

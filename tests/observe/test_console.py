@@ -91,3 +91,20 @@ def test_other_work_ends_with_its_stream(monkeypatch: pytest.MonkeyPatch) -> Non
             pass
         with pytest.raises(RunError, match="Standard output cannot be written: No space left on device"):
             console.line("one")
+
+
+@pytest.mark.parametrize("columns", [12, 24, 40, 80])
+def test_a_narrow_terminal_cuts_no_figure(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    out = io.StringIO()
+    monkeypatch.setattr("sys.stdout", out)
+    rows = [["1", "69,267,923,129,927.8", "both in turn"], ["2", "3.5", "features"]]
+    Console().table("a title", ["targets", "samples/s", "limited by"], rows)
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= columns
+    whole = "".join(out.getvalue().split())
+    if columns < 80:  # names beside figures, row by row
+        wanted = ["targets1", "69,267,923,129,927.8", "targets2", "samples/s3.5", "limitedbyfeatures"]
+        assert all(text in whole for text in wanted) if columns > 12 else "…" not in whole
+    else:
+        assert whole == "atitletargetssamples/slimitedby169,267,923,129,927.8bothinturn23.5features"

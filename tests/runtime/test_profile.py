@@ -133,7 +133,7 @@ def test_a_profile_that_is_nested_too_deeply(tmp_path: Path) -> None:
     assert "cannot be read" in reason
 
 
-@pytest.mark.parametrize("wrong", [-1.0, 0.0, float("nan"), float("inf"), 1e300])
+@pytest.mark.parametrize("wrong", [-1.0, 0.0, float("nan"), float("inf"), 1e300, 1e-300])
 @pytest.mark.parametrize("which", ["bf16_tflops", "memory_gb_s", "fp8_tflops", "peer"])
 def test_a_speed_that_none_can_be_is_damage(tmp_path: Path, which: str, wrong: float) -> None:
     rates = Rates(bf16_tflops=797.0, fp8_tflops=None, memory_gb_s=4000.0)
@@ -176,6 +176,10 @@ def test_reading_needs_no_torch() -> None:
         (("machine", "devices", 0, "memory_gib"), -1, "machine.devices.0.memory_gib, where -1 was found"),
         (("machine", "devices", 0, "name"), "a\x1b[2J", "machine.devices.0.name, where 'a\\x1b[2J' was found"),
         (("compile_in_worker",), 1, "compile_in_worker, where 1 was found"),
+        (("compile_in_worker",), False, "policy, where 'captured' was found and 'eager' follows from what was seen."),
+        (("capture_in_worker",), False, "policy, where 'captured' was found and 'compiled' follows from what was"),
+        (("machine", "devices"), [], "policy, where 'captured' was found and 'compiled' follows from what was seen."),
+        (("policy",), "eager", "policy, where 'eager' was found and 'captured' follows from what was seen."),
         (("made_at",), "yesterday", "made_at, where 'yesterday' was found"),
         (("reason",), "two\nlines", "reason, where 'two\\nlines' was found"),
         (("policy",), "x" * 5_000, f"policy, where '{'x' * 59}… was found"),

@@ -74,10 +74,14 @@ class Console:
         self._print(f"[bold]{minutes:02d}:{seconds:02d} {title}[/bold]")
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Print a table of right-aligned columns."""
+        """Print a table of right-aligned columns; where these are wider than the console, each row below the other."""
+        if len(columns) > 2 and _width(columns, rows) > self.rich.width:
+            for at, row in enumerate(rows):
+                self.table(title if at == 0 else "", ("", ""), list(zip(columns, row, strict=True)))
+            return
         table = Table(title=title, title_justify="left", title_style="", box=None, pad_edge=False)
         for name in columns:
-            table.add_column(name, justify="right", no_wrap=True)
+            table.add_column(name, justify="right", overflow="fold")  # a figure goes on in a line below, never cut
         for row in rows:
             table.add_row(*row)
         self._print(table)
@@ -209,6 +213,12 @@ class Console:
         yield tick
         if last is not None:
             show(*last)
+
+
+def _width(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
+    """Return how wide a table of whole lines is, with two spaces between columns."""
+    widest = [max(len(line) for text in column for line in text.split("\n")) for column in zip(columns, *rows, strict=True)]
+    return sum(widest) + 2 * (len(widest) - 1)
 
 
 def _cannot_write(name: str, error: OSError) -> RunError:

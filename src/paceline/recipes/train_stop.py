@@ -28,26 +28,43 @@ class _Leave(KeyboardInterrupt):
 
 
 @contextmanager
-def stoppable() -> Iterator[None]:
+def stoppable() -> Iterator[Callable[[], None]]:
     """Let a signal end the block, which comes before and behind a run's steps, as it ends a run.
 
-    While there is something to finish or to save, StopRequest looks at signals instead.
+    While there is something to finish or to save, StopRequest looks at signals instead. The block is given a function
+    to call behind its imports: what a signal raises while torch imports NumPy is swallowed in C++, and half of NumPy
+    stays behind, so that another import fails, or none does. Either was the signal.
 
     Raises:
         Interrupted: (in the block) one of them came.
     """
+    came: list[str] = []
+    importing = True
+
+    def imported() -> None:
+        nonlocal importing
+        importing = False
+        if came:
+            raise Interrupted(came[0])
+
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield imported
         return
 
     def leave(number: int, _: FrameType | None) -> None:
-        raise _Leave(
+        came.append(
             f"{signal.Signals(number).name} came while no step was under way, so nothing is lost. Start the same "
             "command again, with --resume if the run had begun."
         )
+        raise _Leave(came[0])
 
     with _handled(leave):
-        yield
+        try:
+            yield imported
+        except Exception as error:
+            if came and importing:
+                raise Interrupted(came[0]) from error
+            raise
 
 
 @contextmanager

@@ -24,7 +24,7 @@ FILE = "machine.json"
 
 Policy = Literal["eager", "compiled", "captured"]
 Flex = Literal["forward and backward", "forward only", "none"]
-Speed = Annotated[float, Field(gt=0, lt=1e9, allow_inf_nan=False)]  # what times are predicted from divides by it
+Speed = Annotated[float, Field(ge=1e-6, lt=1e9, allow_inf_nan=False)]  # what times are predicted from divides by it
 Size = Annotated[float, Field(ge=0, lt=1e12, allow_inf_nan=False)]
 Line = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]  # printed as it is, so nothing that moves a cursor
 Day = Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\dT[0-9:+.]*$")]
@@ -188,6 +188,13 @@ def load_profile(path: Path, here: MachineKey | None) -> tuple[MachineProfile | 
         profile = MachineProfile.model_validate_json(text, strict=True)  # strict: neither true nor "700" is a speed
     except ValidationError as error:
         return None, f"The machine profile {path} is damaged at {_damage(error)}. {again}"
+    found = (profile.compile_in_worker, profile.capture_in_worker)
+    policy, _ = choose_policy(gpu=bool(profile.machine.devices), compiles=found[0], captures=found[1])
+    if profile.policy != policy:
+        return None, (
+            f"The machine profile {path} is damaged at policy, where {profile.policy!r} was found and {policy!r} "
+            f"follows from what was seen. {again}"
+        )
     if here is not None and (changed := _changes(profile.machine, here)):
         return None, f"The machine profile {path} is stale: it was made with {changed}. {again}"
     return profile, ""
