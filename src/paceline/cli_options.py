@@ -2,6 +2,7 @@
 
 import json as jsonlib
 import math
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import typer
@@ -51,7 +52,7 @@ def choose_device(wanted: str | None, option: str = "--device") -> str:
     return wanted
 
 
-def refuse_idle(beside: str, why: str, given: dict[str, object]) -> None:
+def refuse_idle(beside: str, why: str, given: Mapping[str, object]) -> None:
     """Refuse options beside one that leaves nothing for them to do; `given` has None or False for what was left out.
 
     Raises:

@@ -217,7 +217,8 @@ class Console:
 
 def _width(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
     """Return how wide a table of whole lines is, with two spaces between columns."""
-    widest = [max(len(line) for text in column for line in text.split("\n")) for column in zip(columns, *rows, strict=True)]
+    by_column = zip(columns, *rows, strict=True)
+    widest = [max(len(line) for text in column for line in text.split("\n")) for column in by_column]
     return sum(widest) + 2 * (len(widest) - 1)
 
 
