@@ -64,7 +64,7 @@ def test_a_compiler_that_fails(bench: Bench, tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("variables", "verdict", "said"),
     [
-        ({}, "ok", "keeps what it has compiled in"),
+        ({}, "ok", "Python keeps what it has compiled of torch"),
         ({"PYTHONDONTWRITEBYTECODE": "1"}, "degraded", "PYTHONDONTWRITEBYTECODE is set: every process compiles"),
         ({"PYTHONPYCACHEPREFIX": "/proc/none"}, "degraded", "/torch is not written: every process"),
     ],

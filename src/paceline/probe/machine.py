@@ -221,7 +221,7 @@ def python_modules(bench: Bench) -> Finding:
         return Finding("skipped", "torch is not installed")
     kept = Path(importlib.util.cache_from_source(torch.origin))
     if kept.exists():
-        return Finding("ok", f"Python keeps what it has compiled in {kept.parent}")
+        return Finding("ok", "Python keeps what it has compiled of torch")
     folder = Path(torch.origin).parent
     sources = [path for name in STARTED for path in sorted((folder / name).rglob("*.py"))]
     began = time.perf_counter()
