@@ -79,8 +79,11 @@ def test_whether_python_keeps_what_it_compiles(
     ours = ("PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX")
     environment = {name: value for name, value in os.environ.items() if name not in ours} | variables
     environment["PYTHONPATH"] = f"{tmp_path}:{Path(machine.__file__).parents[2]}"
-    code = "import torch, paceline.probe.machine as m; f = m.python_modules(None); print(f.verdict, f.observed)"
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    code = "import sys, torch, paceline.probe.machine as m; from paceline.probe.finding import Bench; "
+    code += "f = m.python_modules(Bench(0, *sys.argv[1:] * 3)); print(f.verdict, f.observed)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], env=environment, capture_output=True, text=True, check=True
+    )
     assert done.stdout.startswith(f"{verdict} ")
     assert said in done.stdout
     assert ("the 4 modules of torch's compiler" in done.stdout) == (verdict == "degraded")
