@@ -6,46 +6,21 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.bench.shapes import Shape
-from paceline.config import DrafterSettings
-from paceline.drafter.ends import FrozenEnds
-from paceline.drafter.model import Drafter
+from paceline.probe.products8 import TRAIN, step_of
 from paceline.records import RunError
 from paceline.runtime.compiling import Policy, warm_compiler
+from paceline.target.products import has_fp8
 from paceline.train import check
 from paceline.train.step import DrafterStep
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("traceable")]
 
 DEVICE = torch.device("cuda:0")
-SHAPE = Shape(
-    "test",
-    DrafterSettings(
-        block_size=16,
-        layers=3,
-        taps=(1, 2),
-        mask_token_id=3,
-        heads=8,
-        kv_heads=2,
-        head_dim=128,
-        intermediate_size=2048,
-        rope_theta=1e6,
-    ),
-    hidden_size=1024,
-    vocab_size=20_016,
-    context_slots=2048,
-    anchor_slots=128,
-    anchors_per_sample=64,
-)
 
 
 def make(policy: Policy, dtype: str, fp8: str) -> DrafterStep:
-    wire = torch.bfloat16 if dtype == "bfloat16" else torch.float32
-    generator = torch.Generator(device=DEVICE).manual_seed(1)
-    embed = torch.randn(SHAPE.vocab_size, SHAPE.hidden_size, device=DEVICE, generator=generator).to(wire) * 0.03
-    settings = SHAPE.train_settings(dtype).model_copy(update={"fp8": fp8})
-    drafter = Drafter(SHAPE.drafter, SHAPE.hidden_size).initialise(0).to(DEVICE)
-    return DrafterStep(drafter, FrozenEnds(embed, embed), settings, policy=policy)
+    """The doctor's own, at which its probe of fp8 holds a machine against plain code."""
+    return step_of(DEVICE, policy, train=TRAIN.model_copy(update={"dtype": dtype, "fp8": fp8}))
 
 
 def in_thread(call: Any) -> Any:
@@ -63,7 +38,7 @@ def test_a_right_step_is_far_from_the_bounds(
     monkeypatch: pytest.MonkeyPatch, dtype: str, fp8: str, policy: Policy
 ) -> None:
     warm_compiler("cuda:0")
-    if fp8 == "on" and torch.cuda.get_device_capability(DEVICE) < (8, 9):
+    if fp8 == "on" and not has_fp8(DEVICE):
         pytest.skip("this GPU has no products in fp8")
     seen: list[dict[str, tuple[float, float]]] = []
     hold = check.hold

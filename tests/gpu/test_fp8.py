@@ -20,6 +20,7 @@ from paceline.probe.runner import Call, run_probes
 from paceline.recipes.train import train
 from paceline.runtime.compiling import Policy, forbid_recompiles, warm_compiler
 from paceline.runtime.profile import Fp8, make_profile, profile_path, save_profile, this_machine
+from paceline.target.products import has_fp8
 from paceline.train.step import DrafterStep
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("traceable")]
@@ -30,7 +31,7 @@ E4M3 = torch.float8_e4m3fn
 
 @pytest.fixture(autouse=True)
 def new_enough() -> None:
-    if torch.cuda.get_device_capability(DEVICE) < (8, 9):
+    if not has_fp8(DEVICE):
         pytest.skip("no fp8 products here")
 
 

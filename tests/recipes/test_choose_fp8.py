@@ -17,7 +17,7 @@ FAST, SLOW = "NVIDIA H200", "NVIDIA A100"
 NAMES = {"cuda:0": FAST, "cuda:1": FAST, "cuda:2": SLOW}
 
 
-def profile(**fp8: bool) -> MachineProfile:
+def profile() -> MachineProfile:
     devices = tuple(Device(name=name, capability="9.0", memory_gib=140.0) for name in dict.fromkeys(NAMES.values()))
     found = {FAST: Fp8(works=True, reason="it is faster"), SLOW: Fp8(works=False, reason="it has none")}
     return make_profile(
@@ -133,4 +133,5 @@ def test_a_plan_asks_all_gpus_of_the_profile(settings: Any, monkeypatch: pytest.
 
 
 def test_auto_goes_with_any_format_and_policy(settings: Any) -> None:
-    settings(train={"dtype": "float32", "policy": "eager"}, target={"dtype": "float32", "fast": "off"})
+    run = settings(train={"dtype": "float32", "policy": "eager"}, target={"dtype": "float32", "fast": "off"})
+    assert chosen(run, "eager") == {"train": "off", "target": "off"}

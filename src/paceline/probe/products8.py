@@ -15,10 +15,9 @@ from paceline.probe.nets import devices, use
 from paceline.probe.threads import in_worker
 from paceline.runtime.compiling import Policy, warm_compiler
 from paceline.runtime.devices import device_name
-from paceline.target.products import Matrix, in_fp8, product
+from paceline.target.products import NEEDED8, Matrix, has_fp8, in_fp8, product
 from paceline.train.step import DrafterStep
 
-NEEDED = (8, 9)  # compute capability
 HIDDEN, VOCABULARY = 1024, 20_016
 DRAFTER = DrafterSettings(
     block_size=16,
@@ -42,10 +41,10 @@ def step_and_target(bench: Bench) -> Finding:
     works, why, flaws = dict[str, bool](), dict[str, str](), 0
     for device in devices(bench):
         name = device_name(device)
-        capability = torch.cuda.get_device_capability(device)
-        if capability < NEEDED:  # no fault of it
+        if not has_fp8(device):  # no fault of it
+            major, minor = torch.cuda.get_device_capability(device)
             works[name] = False
-            why[name] = f"compute capability {capability[0]}.{capability[1]}, and fp8 needs {NEEDED[0]}.{NEEDED[1]}"
+            why[name] = f"compute capability {major}.{minor}, and fp8 needs {NEEDED8[0]}.{NEEDED8[1]}"
             continue
         warm_compiler(str(device))
         said = in_worker(partial(tried, device))
@@ -84,8 +83,9 @@ def product_apart(device: torch.device) -> float:
 def step_of(
     device: torch.device, policy: Policy, drafter: DrafterSettings = DRAFTER, train: TrainSettings = TRAIN
 ) -> DrafterStep:
-    """Return a step in fp8 of a drafter with random weights."""
+    """Return the step of a drafter with random weights."""
     source = torch.Generator().manual_seed(1)
-    embed_VH = (torch.randn(VOCABULARY, HIDDEN, generator=source) * 0.03).to(device, torch.bfloat16)
+    wire = torch.bfloat16 if train.dtype == "bfloat16" else torch.float32
+    embed_VH = (torch.randn(VOCABULARY, HIDDEN, generator=source) * 0.03).to(device, wire)
     model = Drafter(drafter, HIDDEN).initialise(0).to(device)
     return DrafterStep(model, FrozenEnds(embed_VH, embed_VH), train, policy=policy)

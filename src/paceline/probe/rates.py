@@ -7,6 +7,7 @@ import torch
 
 from paceline.probe.finding import Bench, Finding, tell
 from paceline.probe.nets import devices, use
+from paceline.target.products import has_fp8
 
 SIDE, PRODUCTS = 8192, 20
 COPY_BYTES, COPIES = 1 << 30, 10
@@ -21,7 +22,7 @@ def products_and_copies(bench: Bench) -> Finding:
         name = torch.cuda.get_device_name(device)
         bf16, memory = _tera(_bf16(device), device), _memory(device)
         fp8: float | None = None
-        if torch.cuda.get_device_capability(device) >= (8, 9):
+        if has_fp8(device):
             try:
                 fp8 = _tera(_fp8(device), device)
             except Exception as error:

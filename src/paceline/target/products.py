@@ -15,7 +15,7 @@ from paceline.drafter.e4m3 import E4M3, TILE8, product8, quantize
 from paceline.records import UserError
 
 WIDEST8 = 32_768  # entries of a row that one kernel gates and quantizes
-_NEEDED = (8, 9)  # compute capability: Ada and Hopper are the first with fp8 products
+NEEDED8 = (8, 9)  # compute capability: Ada and Hopper are the first with fp8 products
 
 
 class Matrix(NamedTuple):
@@ -87,16 +87,21 @@ def in_fp8(matrix: Matrix) -> Matrix:
     return Matrix(*quantize(matrix.weight_NK), matrix.bias_N)
 
 
+def has_fp8(device: torch.device) -> bool:
+    """Return whether a GPU has products in fp8."""
+    return torch.cuda.get_device_capability(device) >= NEEDED8
+
+
 def check_fp8(device: torch.device, key: str) -> None:
     """Refuse a GPU without fp8 products; `key` says where they were asked for.
 
     Raises:
         UserError: its compute capability is too low.
     """
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _NEEDED:
+    if device.type == "cuda" and not has_fp8(device):
         major, minor = torch.cuda.get_device_capability(device)
         raise UserError(
-            f"{key}: on needs a GPU of compute capability {_NEEDED[0]}.{_NEEDED[1]} or newer, and {device} "
+            f"{key}: on needs a GPU of compute capability {NEEDED8[0]}.{NEEDED8[1]} or newer, and {device} "
             f"({torch.cuda.get_device_name(device)}) has {major}.{minor}. Set it to off, or use another GPU."
         )
 
