@@ -160,8 +160,9 @@ def test_a_run_on_auto_is_in_fp8_where_the_profile_says_so(
     name = torch.cuda.get_device_name(DEVICE)
     fp8 = {name: Fp8(works=True, reason="it gives right values, and is faster")}
     profile = make_profile(this_machine(), compiles=True, captures=True, flex_attention={}, fp8=fp8)
-    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
-    save_profile(profile, profile_path())
+    path = tmp_path / "machine.json"
+    monkeypatch.setattr("paceline.recipes.train_checks.profile_path", lambda: path)  # where tests have none
+    save_profile(profile, path)
     settings = RunSettings.model_validate(
         {
             "run_dir": str(tmp_path / "run"),
