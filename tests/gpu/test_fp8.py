@@ -19,7 +19,7 @@ from paceline.probe.finding import Bench
 from paceline.probe.runner import Call, run_probes
 from paceline.recipes.train import train
 from paceline.runtime.compiling import Policy, forbid_recompiles, warm_compiler
-from paceline.runtime.profile import Fp8, make_profile, profile_path, save_profile, this_machine
+from paceline.runtime.profile import Fp8, make_profile, save_profile, this_machine
 from paceline.target.products import has_fp8
 from paceline.train.step import DrafterStep
 
