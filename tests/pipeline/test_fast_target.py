@@ -1,5 +1,6 @@
 """A run whose target takes the fast path: the same drafter but for rounding, and nothing is compiled again."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,7 @@ def test_what_cannot_take_the_fast_path_is_refused_for_fp8_alone(
 
 
 def test_what_cannot_take_fp8_goes_on_in_bfloat16_where_that_was_chosen(
-    settings: Any, monkeypatch: pytest.MonkeyPatch
+    settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The target was in fp8 already when it was seen to be off, so it is loaded again."""
     bfloat16 = {"target": {"dtype": "bfloat16"}, "train": {"policy": "eager", "max_steps": 3}}
@@ -103,7 +104,7 @@ def test_what_cannot_take_fp8_goes_on_in_bfloat16_where_that_was_chosen(
     monkeypatch.setattr("paceline.pipeline.threads.pace_of", lambda *asked: Pace(fast=True, fp8=True))
     monkeypatch.setattr("paceline.recipes.train.choose_fp8", lambda settings, *_, **__: settings)
     found, _ = run(settings("found", target={**bfloat16["target"], "fp8": "auto"}, train=bfloat16["train"],
-                            pipeline=pipeline))  # fmt: skip
+                            pipeline=pipeline, checkpoint={"every_steps": 1}))  # fmt: skip
     (told,) = of(found, "no_fp8")
     assert (told["role"], told["device"], told["reason"]) == ("target replica 0", "cpu", "it is off")
     (path,) = of(found, "target_path")
@@ -111,3 +112,16 @@ def test_what_cannot_take_fp8_goes_on_in_bfloat16_where_that_was_chosen(
     assert (line_of(told) or "").startswith("WARNING: target replica 0 on cpu computes in bfloat16 and not in fp8")
     losses = [[event["loss"] for event in of(events, "step")] for events in (wanted, found)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-2)
+    assert of(found, "trained")[0]["fp8"] == {"train": "off", "target": "off"}
+    saved = sorted(tmp_path.glob("found/checkpoints/*/state.json"))
+    assert json.loads(saved[-1].read_text())["fp8"] == {
+        "train": "off",
+        "target": "off",
+    }  # so it goes on where there is no fp8
+
+
+def test_replicas_that_compute_in_other_formats_are_refused(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    paces = iter([Pace(fast=True, fp8=True), Pace(fast=True)])
+    monkeypatch.setattr("paceline.pipeline.threads.pace_of", lambda *asked: next(paces))
+    with pytest.raises(RunError, match=r"the target's products.*fp8.*torch\.bfloat16"):
+        run(settings("run", target={"dtype": "bfloat16"}, train={"policy": "eager"}, pipeline={"targets": ["cpu"] * 2}))

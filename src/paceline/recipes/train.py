@@ -162,7 +162,7 @@ def _run(
                         saver=saver,
                         stopping=stop,
                         moving=lambda: check.checked,
-                        told=listeners(settings, teller, guard, stop, console),
+                        told=listeners(settings, teller, guard, stop, console, fp8=fixed["fp8"]),
                         plan=acceptance.plan(saver),
                     )
                 if totals.steps < total_steps:

@@ -210,6 +210,8 @@ class TargetReplica:
             "feature width": features_TD.shape[1],
             "feature dtype": str(features_TD.dtype),
             "rope theta": self._facts.rope_theta,
+            # Only replicas have it: whose features a micro-batch gets must not matter.
+            "the target's products": "fp8" if self.pace.fp8 else str(self._dtype),
         }
 
     def run(self) -> None:
