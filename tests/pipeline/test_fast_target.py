@@ -14,6 +14,7 @@ from paceline.observe.lines import line_of
 from paceline.recipes.train_checks import choose_policy
 from paceline.records import RunError, UserError
 from paceline.target.layers import enter, widen
+from paceline.target.model import FeatureTarget
 from paceline.target.replica import Pace
 from paceline.target.self_check import Wanted
 
@@ -118,6 +119,28 @@ def test_what_cannot_take_fp8_goes_on_in_bfloat16_where_that_was_chosen(
         "train": "off",
         "target": "off",
     }  # so it goes on where there is no fp8
+
+
+def test_what_is_off_only_when_compiled_goes_on_in_bfloat16_too(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loaded again, it is compiled again: here that does nothing but answer."""
+    answers = iter(["it is off", ""])
+    asked = list[bool]()
+
+    def compile_(target: FeatureTarget, *_: object) -> str:
+        asked.append(target.is_fast)
+        return next(answers)
+
+    monkeypatch.setattr(FeatureTarget, "compile", compile_)
+    monkeypatch.setattr("paceline.pipeline.threads.pace_of", lambda *asked: Pace(fast=True, compiled=True, fp8=True))
+    monkeypatch.setattr("paceline.recipes.train.choose_fp8", lambda settings, *_, **__: settings)
+    how = {"dtype": "bfloat16", "fp8": "auto"}
+    found, _ = run(settings("run", target=how, train={"policy": "eager", "max_steps": 2, "dtype": "bfloat16"},
+                            pipeline={"targets": ["cpu"]}))  # fmt: skip
+    assert asked == [True, True]
+    assert [event["reason"] for event in of(found, "no_fp8")] == ["it is off"]
+    (path,) = of(found, "target_path")
+    assert (path["path"], path["compiled"], path["fp8"], path["reason"]) == ("fast", True, False, "")
+    assert of(found, "trained")[0]["fp8"]["target"] == "off"
 
 
 def test_replicas_that_compute_in_other_formats_are_refused(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
