@@ -21,6 +21,7 @@ from paceline.recipes.train import train
 from paceline.recipes.train_stop import StopRequest
 from paceline.recipes.train_tell import known_rows
 from paceline.records import Interrupted, UserError
+from paceline.target.replica import Pace
 
 
 @pytest.fixture
@@ -327,3 +328,22 @@ def test_fp8_stays_what_it_was_whatever_the_doctor_has_found_since(
         monkeypatch.setattr(f"paceline.recipes.choose_fp8._of_{kind}", lambda *asked: (True, "it works now"))
     summary = train(tree, console=Console(json=True), resume=True)
     assert summary["fp8"] == {"train": "off", "target": "off"}
+
+
+def test_a_target_stays_in_fp8_that_began_so(
+    settings: Callable[..., RunSettings], stopped: Callable[[RunSettings], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def doctor_says(works: bool) -> None:
+        monkeypatch.setattr("paceline.recipes.choose_fp8._of_target", lambda *asked: (works, "so it is"))
+
+    for name in ("paceline.target.replica.pace_of", "paceline.pipeline.threads.pace_of"):  # eagerly, as CPUs can
+        monkeypatch.setattr(name, lambda target, *_: Pace(fast=True, fp8=target.fp8 != "off"))
+    tree = settings("run", target={"fp8": "auto", "dtype": "bfloat16"}, train={"dtype": "bfloat16"})
+    doctor_says(works=True)
+    place = stopped(tree)
+    doctor_says(works=False)
+    summary = train(tree, console=Console(json=True), resume=True)
+    assert summary["fp8"] == {"train": "off", "target": "on"}
+    paths = [event["fp8"] for event in read_events(place) if event["event"] == "target_path"]
+    assert paths
+    assert all(paths)
